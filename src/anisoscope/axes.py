@@ -1,0 +1,32 @@
+"""The legend of axis letters. Bodies use these as suffixes: ``x_ND`` is a matrix of rows by width.
+
+| letter | axis |
+|---|---|
+| N | tokens (rows) |
+| D | model width |
+| K | neighbours of a row, or rank of a tangent proxy where the text says so |
+| M | anchors (rows around which a neighbourhood is looked at) |
+| G | blocks of rows (error bars) |
+| P | pairs of rows, or leading principal axes kept by a filter |
+| B | bins, or control draws |
+
+In signatures the same letters are lower case, as jaxtyping strings: ``Float[Tensor, "n d"]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import numpy as np
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Matrix: TypeAlias = Float[Tensor, "... d"] | Float[np.ndarray, "... d"]
+"""Rows in memory or in a file: the last axis is the width, the others are flattened into rows."""
+
+RowsLike: TypeAlias = Matrix | Iterable[Matrix]
+"""What every measure takes: a tensor, an array, a memmap, or an iterable of chunks of rows."""
+
+MaskLike: TypeAlias = Bool[Tensor, "..."] | Bool[np.ndarray, "..."] | None
+"""True keeps a row. One flag for each row, in the shape of the rows' leading axes."""

@@ -1,0 +1,109 @@
+"""The command line. Exit codes: 0 done, 2 bad input (one clear line), 1 a bug (with its traceback)."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from anisoscope import __version__
+from anisoscope.errors import AnisoscopeError, OptionError
+
+app = typer.Typer(
+    help="The geometry of learning in language models, with honest error bars.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root() -> None:
+    """The geometry of learning in language models, with honest error bars."""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+@app.command()
+def demo(
+    rows: Annotated[int, typer.Option(help="Rows in each cloud.", min=512)] = 8192,
+    seed: Annotated[int, typer.Option(help="Seed of the clouds.", min=0)] = 0,
+) -> None:
+    """Run every measure over data of known geometry and print truth beside estimate."""
+    from anisoscope.demo import cases, run_demo
+    from anisoscope.views.tables import truth_table
+
+    console = Console()
+    checks = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(cases(rows, seed)))
+        for check in run_demo(rows, seed):
+            checks.append(check)
+            progress.update(task, advance=1, description=check.record.measure.strip())
+    for data, group in groupby(checks, key=lambda check: check.record.site):
+        console.print(truth_table(data, list(group)))
+    good = sum(check.agrees for check in checks)
+    console.print(
+        f"{good} of {len(checks)} agree with the truth: within 4 standard errors (se), or within the bias that "
+        "docs/measures.md states.\nTry your own: anisoscope measure FILE.npy two_nn spectral_ratio"
+    )
+    if good < len(checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def measures() -> None:
+    """List the measures with one line on each."""
+    import anisoscope
+    from anisoscope.measures.base import measures as names
+
+    for name in (*names(), "linearity"):
+        function = getattr(anisoscope, name)
+        typer.echo(f"{name:<24}{(function.__doc__ or '').strip().splitlines()[0]}")
+
+
+@app.command()
+def measure(
+    file: Annotated[Path, typer.Argument(help="A .npy file of rows; the last axis is the width.")],
+    names: Annotated[list[str], typer.Argument(help="Measures, as `anisoscope measures` lists them.")],
+    seed: Annotated[int, typer.Option(help="Seed of samples and landmarks.", min=0)] = 0,
+) -> None:
+    """Measure the rows of a file, with error bars. Large files are read in one pass and never held in memory."""
+    import anisoscope
+    from anisoscope.views.tables import estimate_table
+
+    table = anisoscope.measure(_open(file), names, seed=seed)
+    Console().print(estimate_table(table, str(file)))
+
+
+def _open(file: Path):  # type: ignore[no-untyped-def]
+    import numpy as np
+
+    if not file.is_file():
+        raise OptionError(f"no such file: {file}")
+    try:
+        return np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise OptionError(f"{file} is not a .npy file of numbers: {error}") from error
+
+
+def main() -> None:
+    """Entry point: bad input becomes one line and exit code 2."""
+    try:
+        app()
+    except AnisoscopeError as error:
+        print(f"anisoscope: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Estimate: one measured number with its error bar. Imports nothing heavy, so that readers of results need no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A value, what its error bar is over, and how it was obtained.
+
+    ``stderr`` is one standard error, or None where none was computed or none would be honest (a note then says why);
+    it is never 0.0 as a placeholder. ``over`` names the population that the error bar speaks of. ``dof`` is the number
+    of degrees of freedom behind ``stderr``; intervals use Student's t with it, the normal law where it is None.
+    ``parts`` holds named companions of the value: other scales, other components, null values.
+    """
+
+    value: float
+    stderr: float | None
+    n: int
+    method: str
+    notes: tuple[str, ...] = ()
+    over: str | None = None
+    dof: float | None = None
+    parts: Mapping[str, Estimate] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ValueError(f"an Estimate holds a finite number, got {self.value} from {self.method}")
+        if self.stderr is not None and not (math.isfinite(self.stderr) and self.stderr >= 0):
+            raise ValueError(f"stderr must be finite and >= 0, or None; got {self.stderr} from {self.method}")
+        if self.stderr is not None and self.over is None:
+            raise ValueError(f"an error bar must say what it is over; {self.method} did not")
+
+    def __float__(self) -> float:
+        return self.value
+
+    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
+        """Two-sided confidence interval at ``level``, or None where there is no error bar."""
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie strictly between 0 and 1, got {level}")
+        if self.stderr is None:
+            return None
+        from scipy.special import ndtri, stdtrit  # here, not above: scipy costs a third of a second to import
+
+        tail = 0.5 + level / 2
+        quantile = float(ndtri(tail) if self.dof is None else stdtrit(self.dof, tail))
+        return self.value - quantile * self.stderr, self.value + quantile * self.stderr
+
+    def __repr__(self) -> str:
+        if self.stderr is None:
+            text = f"{self.value:.6g} (no error bar; n={self.n:,}; {self.method})"
+        else:
+            digits = _digits(self.value, self.stderr)
+            text = f"{self.value:.{digits}f} ± {self.stderr:.2g} (n={self.n:,}; {self.method}; stderr over {self.over})"
+        lines = [f"Estimate: {text}"]
+        lines += [f"  {name}: {_brief(part)}" for name, part in self.parts.items()]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _digits(value: float, stderr: float) -> int:
+    """Decimals worth printing: two significant digits of the error."""
+    if stderr == 0:
+        return 6
+    return max(0, min(12, 1 - math.floor(math.log10(stderr))))
+
+
+def _brief(estimate: Estimate) -> str:
+    if estimate.stderr is None:
+        return f"{estimate.value:.6g}"
+    return f"{estimate.value:.{_digits(estimate.value, estimate.stderr)}f} ± {estimate.stderr:.2g}"

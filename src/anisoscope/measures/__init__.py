@@ -1,0 +1,1 @@
+"""Pure mathematics on rows and States. Nothing here knows a model."""

@@ -1,0 +1,167 @@
+"""Curvature: the second fundamental form from quadratic fits in neighbourhoods."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anisoscope.axes import MaskLike, RowsLike
+from anisoscope.errors import OptionError, TooFewRowsError
+from anisoscope.estimate import Estimate
+from anisoscope.measures.base import Duplicates, Needs, Workspace, register, run
+from anisoscope.measures.local import local_frames, neighborhoods, side_by_side
+from anisoscope.measures.uncertainty import Bar, fields, mean_bar
+
+MIN_K = 64
+ROWS_PER_COEFFICIENT = 3  # a fit with fewer rows than this for each coefficient follows noise
+
+
+def curvature(
+    rows: RowsLike,
+    *,
+    mask: MaskLike = None,
+    dimension: int | None = None,
+    k: int | None = None,
+    anchors: int | None = None,
+    duplicates: Duplicates = "drop",
+) -> Estimate:
+    """Size of the second fundamental form II, root mean square over neighbourhoods.
+
+    Local PCA splits the k nearest rows of an anchor p into tangent coordinates t and normal ones; each normal
+    coordinate is regressed on ``1, t_a, t_a t_b``, whose quadratic coefficients are II (``x = p + v + II(v,v)/2``).
+    ``value`` is ``|II| = sqrt(sum II_ab^2)``, sqrt(d)/R on a sphere of radius R. ``parts``: "mean curvature"
+    ``|tr II| / d`` (1/R there), "visible curvature" ``E|x_N|^2 / E|x_T|^2`` about the anchor, "dimension" and "radius".
+
+    The noise of the fitted coefficients is taken off the squares; what remains is a bias of order (radius/R)^2, which
+    the error bar, over neighbourhoods, does not contain. ``dimension`` defaults to the rounded maximum-likelihood
+    dimension of the same neighbourhoods, ``k`` to 64 or three rows for each coefficient, whichever is more.
+    """
+    return run("curvature", rows, mask, dimension=dimension, k=k, anchors=anchors, duplicates=duplicates)
+
+
+@register("curvature", lambda **_: Needs(points=True))
+def _curvature(
+    work: Workspace,
+    *,
+    dimension: int | None = None,
+    k: int | None = None,
+    anchors: int | None = None,
+    duplicates: Duplicates = "drop",
+) -> Estimate:
+    points = work.points(duplicates)
+    d = _dimension(points.rows, work.seed) if dimension is None else dimension
+    if not 1 <= d < points.rows.shape[1]:
+        raise OptionError(
+            f"curvature needs a dimension of at least 1 and below the width {points.rows.shape[1]} "
+            f"(a space that is filled has no normal); got {d}"
+        )
+    terms = 1 + d + d * (d + 1) // 2
+    size = max(MIN_K, ROWS_PER_COEFFICIENT * terms) if k is None else k
+    if size + 1 <= terms:
+        raise OptionError(f"a quadratic fit in dimension {d} has {terms} coefficients; k must be at least {terms}")
+    if points.n < size + 1:
+        raise TooFewRowsError(
+            f"curvature in dimension {d} wants neighbourhoods of {size} rows, got {points.n} distinct rows in all; "
+            "give a smaller dimension or k"
+        )
+    found = neighborhoods(points.rows, size, side_by_side(points.n, size, anchors, most=256), work.seed)
+    fit = fit_quadratic(local_frames(points.rows, found, d).coordinates.double(), d)
+    over = f"{len(found.anchors)} neighbourhoods"
+    value, bar, notes = _root_mean(fit.form2, over, "|II|")
+    mean_value, mean_bar_, mean_notes = _root_mean(fit.mean2, over, "the mean curvature")
+    visible, visible_bar = _ratio(fit.normal2, fit.tangent2, over)
+    radius = mean_bar(found.distances[:, -1], over)
+    n = points.n
+    parts = {
+        "mean curvature": Estimate(value=mean_value, n=n, method="|tr II| / d", **fields(mean_bar_)),
+        "visible curvature": Estimate(value=visible, n=n, method="E|x_N|^2 / E|x_T|^2", **fields(visible_bar)),
+        "dimension": Estimate(value=float(d), stderr=None, n=n, method="tangent dimension used"),
+        "radius": Estimate(value=float(found.distances[:, -1].mean()), n=n, method=f"mean r_{size}", **fields(radius)),
+    }
+    return Estimate(
+        value=value,
+        n=n,
+        method=f"quadratic fit, d={d}, k={size}",
+        notes=(*points.notes, *notes, *mean_notes),
+        parts=parts,
+        **fields(bar),
+    )
+
+
+@dataclass(frozen=True)
+class QuadraticFit:
+    """What a fit says of each neighbourhood: |II|^2 and (|tr II|/d)^2 without the noise, and mean squared parts."""
+
+    form2: Float[Tensor, "m"]
+    mean2: Float[Tensor, "m"]
+    normal2: Float[Tensor, "m"]
+    tangent2: Float[Tensor, "m"]
+
+
+def fit_quadratic(coordinates: Float[Tensor, "m k1 j"], dimension: int) -> QuadraticFit:
+    """Regress normal on quadratic tangent coordinates in each neighbourhood; the anchor is the first member."""
+    about_anchor = coordinates - coordinates[:, :1]
+    t, normal = about_anchor[:, :, :dimension], about_anchor[:, :, dimension:]
+    radius = t.square().sum(dim=(1, 2), keepdim=True).div(t.shape[1]).sqrt()
+    design, pairs = _design(t / radius)  # unit scale: linear and quadratic columns of equal size
+    q, r = torch.linalg.qr(design)
+    coefficients = torch.linalg.solve_triangular(r, q.transpose(1, 2) @ normal, upper=True)
+    residual = normal - design @ coefficients
+    spare = design.shape[1] - design.shape[2]
+    noise = residual.square().sum(dim=(1, 2)) / max(spare, 1) if spare > 0 else residual.new_zeros(len(normal))
+    inverse = torch.linalg.inv(r)
+    covariance = inverse @ inverse.transpose(1, 2)
+    first = design.shape[2] - len(pairs)
+    quadratic, spread = coefficients[:, first:], covariance[:, first:, first:]
+    square = torch.tensor([a == b for a, b in pairs], device=t.device)
+    # II_aa = 2 c_aa counts once in the sum over (a, b); II_ab = c_ab counts twice.
+    weight = torch.where(square, 4.0, 2.0).double()
+    scale = radius.reshape(-1) ** -4
+    form2 = (quadratic.square().sum(dim=2) * weight).sum(dim=1)
+    form2 = form2 - noise * (spread.diagonal(dim1=1, dim2=2) * weight).sum(dim=1)
+    trace = 2 * quadratic[:, square].sum(dim=1)
+    mean2 = trace.square().sum(dim=1) - 4 * noise * spread[:, square][:, :, square].sum(dim=(1, 2))
+    others = about_anchor.shape[1] - 1
+    return QuadraticFit(
+        form2 * scale,
+        mean2 * scale / dimension**2,
+        normal.square().sum(dim=(1, 2)) / others,
+        t.square().sum(dim=(1, 2)) / others,
+    )
+
+
+def _design(t: Float[Tensor, "m k1 d"]) -> tuple[Float[Tensor, "m k1 q"], list[tuple[int, int]]]:
+    """Columns 1, t_a and t_a t_b for a <= b."""
+    d = t.shape[2]
+    pairs = [(a, b) for a in range(d) for b in range(a, d)]
+    first, second = [a for a, _ in pairs], [b for _, b in pairs]
+    return torch.cat([torch.ones_like(t[:, :, :1]), t, t[:, :, first] * t[:, :, second]], dim=2), pairs
+
+
+def _root_mean(squares: Tensor, over: str, name: str) -> tuple[float, Bar | None, tuple[str, ...]]:
+    """Root of a mean of noise-corrected squares; zero, without a bar, where the noise outweighs the signal."""
+    mean = float(squares.mean())
+    bar = mean_bar(squares, over)
+    if mean <= 0 or (bar is not None and mean < 2 * bar.stderr):
+        limit = "" if bar is None else f"; below {math.sqrt(max(mean, 0.0) + 2 * bar.stderr):.3g} at 95 %"
+        return math.sqrt(max(mean, 0.0)), None, (f"{name} is not told apart from zero{limit}",)
+    value = math.sqrt(mean)
+    return value, None if bar is None else bar.scaled(1 / (2 * value)), ()
+
+
+def _ratio(numerator: Tensor, denominator: Tensor, over: str) -> tuple[float, Bar | None]:
+    value = float(numerator.sum() / denominator.sum())
+    bar = mean_bar((numerator - value * denominator) / denominator.mean(), over)
+    return value, bar
+
+
+def _dimension(rows: Tensor, seed: int) -> int:
+    """The pooled maximum-likelihood dimension of some neighbourhoods of 20 rows, rounded, at least 1."""
+    found = neighborhoods(rows, min(20, len(rows) - 1), 256, seed)
+    logs = found.distances.log()
+    inverse = float((logs[:, -1:] - logs[:, :-1]).mean())
+    return max(1, min(round(1 / inverse) if inverse > 0 else 1, rows.shape[1] - 1))

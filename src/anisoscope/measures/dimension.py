@@ -1,0 +1,348 @@
+"""Intrinsic dimension from ratios of neighbour distances.
+
+All of these read low above about fifteen dimensions, since no affordable number of rows fills such a space; the curve
+is in docs/measures.md. Error bars come from disjoint subsamples, because neighbours are shared between rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence, Sized
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anisoscope.axes import MaskLike, RowsLike
+from anisoscope.errors import DegenerateError, OptionError, TooFewRowsError, choose
+from anisoscope.estimate import Estimate
+from anisoscope.measures.base import Duplicates, Needs, Points, Workspace, register, run
+from anisoscope.measures.neighbors import Neighbors, nearest_neighbors
+from anisoscope.measures.uncertainty import Bar, fields, mean_bar, subsample_bars
+
+Variant = Literal["facco", "shape_of_learning", "ml"]
+Pooling = Literal["pooled", "mean"]
+
+FACCO_KEPT = 0.9  # share of ratios kept, smallest first
+SHAPE_KEPT = 5  # "The Shape of Learning" keeps one ratio in five, smallest first
+SHAPE_ZERO = 1e-8  # and takes distances below this share of the mean row length, and ratios this close to 1, as copies
+DEFAULT_SCALES = (1, 2, 4, 8, 16, 32)
+
+
+def two_nn(
+    rows: RowsLike,
+    *,
+    mask: MaskLike = None,
+    variant: Variant = "facco",
+    duplicates: Duplicates = "drop",
+    batch_rows: int | None = None,
+) -> Estimate:
+    """Dimension d from ``mu_i = r_2 / r_1``, whose law is ``P(mu > t) = t^-d`` wherever density is locally even.
+
+    - ``facco``: the slope through the origin of ``-log(1 - F)`` on ``log mu``, with ``F_i = i / N`` from i = 0 and the
+      largest 10 % of ratios dropped (Facco et al. 2017).
+    - ``ml``: ``(N - 1) / sum log mu``, the unbiased maximum-likelihood estimate.
+    - ``shape_of_learning``: the published code of that paper: slope through the origin over the lowest fifth of the
+      ratios; rows at distance zero from another and ratios of one are left out of the fit and yet counted in F. With
+      ``duplicates="keep"`` this is the published procedure to the letter; by default copies are dropped first.
+
+    ``duplicates``: "drop" measures one of each distinct row; "keep" leaves copies in the cloud, where a row at distance
+    zero from its nearest has no ratio and is left out; "error" refuses. ``batch_rows`` cuts the rows into consecutive
+    batches of at least that many and returns the mean over batches, with the standard deviation over them as a part.
+    """
+    return run("two_nn", rows, mask, variant=variant, duplicates=duplicates, batch_rows=batch_rows)
+
+
+def _two_nn_needs(variant: Variant = "facco", duplicates: Duplicates = "drop", batch_rows: int | None = None) -> Needs:
+    return Needs(points=True, neighbors=2 if batch_rows is None else 0)
+
+
+@register("two_nn", _two_nn_needs)
+def _two_nn(
+    work: Workspace,
+    *,
+    variant: Variant = "facco",
+    duplicates: Duplicates = "drop",
+    batch_rows: int | None = None,
+) -> Estimate:
+    choose("variant", variant, _FITS)
+    points = work.points(duplicates)
+    fit = _FITS[variant]
+    if batch_rows is not None:
+        return _over_batches(points, fit, batch_rows, variant)
+    ratios, left_out = _log_ratios(work.neighbors(2, duplicates), _length(points.rows, variant))
+    value = fit(ratios, left_out)
+    bars = subsample_bars(points.rows, lambda part: [_two_nn_of(part, variant)], [value], min_rows=64)
+    return Estimate(
+        value=value,
+        n=points.n,
+        method=f"TwoNN, {variant}",
+        notes=(*points.notes, *_left_out_note(left_out), *_no_bar_note(bars, 8 * 64)),
+        **fields(bars[0] if bars else None),
+    )
+
+
+def _over_batches(points: Points, fit: Callable[[Tensor, int], float], batch_rows: int, variant: Variant) -> Estimate:
+    if batch_rows < 3:
+        raise OptionError(f"batch_rows must be at least 3, got {batch_rows}")
+    batches = points.n // batch_rows
+    if batches < 1:
+        raise TooFewRowsError(f"one batch needs {batch_rows:,} rows, got {points.n:,}")
+    values = torch.tensor([_two_nn_of(part, variant) for part in points.rows.tensor_split(batches)])
+    over = f"{batches} batches of {points.n // batches:,} rows or more"
+    bar = mean_bar(values, over)
+    parts = {}
+    if batches > 1:
+        spread = float(values.double().std(correction=1))
+        parts["sd over batches"] = Estimate(value=spread, stderr=None, n=batches, method="standard deviation")
+    mean = float(values.double().mean())
+    method = f"TwoNN, {variant}, mean over {over}"
+    return Estimate(value=mean, n=points.n, method=method, notes=points.notes, parts=parts, **fields(bar))
+
+
+def _two_nn_of(rows: Tensor, variant: Variant) -> float:
+    ratios, left_out = _log_ratios(nearest_neighbors(rows, 2), _length(rows, variant))
+    return _FITS[variant](ratios, left_out)
+
+
+def _length(rows: Tensor, variant: Variant) -> float | None:
+    """The mean length of centred rows, which scales what that variant calls zero; None for the others."""
+    if variant != "shape_of_learning":
+        return None
+    mean = rows.mean(dim=0, dtype=torch.float64)
+    return float(torch.cat([(part.double() - mean).norm(dim=1) for part in rows.split(8192)]).mean())
+
+
+def _log_ratios(found: Neighbors, length: float | None) -> tuple[Float[Tensor, "m"], int]:
+    """Ascending ``log(r_2 / r_1)`` of the rows that have one, and how many have none."""
+    r1, r2 = found.distances[:, 0], found.distances[:, 1]
+    usable = r1 > 0 if length is None else r1 >= SHAPE_ZERO * length
+    ratios = (r2[usable] / r1[usable]).log()
+    if length is not None:
+        ratios = ratios[ratios > math.log1p(SHAPE_ZERO)]
+    return ratios.sort().values, len(r1) - len(ratios)
+
+
+def _facco(ratios: Tensor, left_out: int) -> float:
+    kept = int(FACCO_KEPT * len(ratios))
+    ecdf = torch.arange(kept, dtype=torch.float64, device=ratios.device) / max(len(ratios), 1)
+    return _slope(ratios[:kept], -torch.log1p(-ecdf))
+
+
+def _shape_of_learning(ratios: Tensor, left_out: int) -> float:
+    n = len(ratios)
+    kept = max(min(n // SHAPE_KEPT, n - 1), 0)
+    rank = torch.arange(1 + left_out, 1 + left_out + kept, dtype=torch.float64, device=ratios.device)
+    return _slope(ratios[:kept], -torch.log1p(-rank / (n + left_out)))
+
+
+def _ml(ratios: Tensor, left_out: int) -> float:
+    total = float(ratios.sum())
+    if len(ratios) < 2 or total <= 0:
+        raise _no_ratios()
+    return (len(ratios) - 1) / total
+
+
+_FITS: dict[str, Callable[[Tensor, int], float]] = {
+    "facco": _facco,
+    "shape_of_learning": _shape_of_learning,
+    "ml": _ml,
+}
+
+
+def _slope(x: Tensor, y: Tensor) -> float:
+    """Least-squares slope of a line through the origin."""
+    denominator = float(x @ x)
+    slope = float(x @ y) / denominator if denominator > 0 else 0.0
+    if slope <= 0:
+        raise _no_ratios()
+    return slope
+
+
+def _no_ratios() -> DegenerateError:
+    return DegenerateError(
+        "too few rows have two neighbours at different distances (a lattice, copies, or a handful of rows): "
+        "no dimension can be fitted"
+    )
+
+
+def mle(
+    rows: RowsLike,
+    *,
+    mask: MaskLike = None,
+    k: int | tuple[int, int] = 20,
+    pooling: Pooling = "pooled",
+    duplicates: Duplicates = "drop",
+) -> Estimate:
+    """Levina and Bickel's maximum-likelihood dimension from the k nearest neighbours of every row.
+
+    Each row gives ``m_i = (1/(k-1)) sum_{j<k} log(r_k / r_j)``. "pooled" is ``1 / mean_i m_i`` (MacKay and Ghahramani),
+    "mean" is ``mean_i 1/m_i`` as first published, which reads high by (k-1)/(k-2). A pair ``k=(first, last)`` averages
+    the estimates over that range of k.
+    """
+    return run("mle", rows, mask, k=k, pooling=pooling, duplicates=duplicates)
+
+
+def _k_range(k: int | tuple[int, int]) -> range:
+    first, last = (k, k) if isinstance(k, int) else k
+    if not 2 <= first <= last:
+        raise OptionError(f"k must be at least 2, and a range must not descend; got {k}")
+    return range(first, last + 1)
+
+
+def _mle_needs(k: int | tuple[int, int] = 20, pooling: Pooling = "pooled", duplicates: Duplicates = "drop") -> Needs:
+    return Needs(points=True, neighbors=_k_range(k)[-1])
+
+
+@register("mle", _mle_needs)
+def _mle(
+    work: Workspace,
+    *,
+    k: int | tuple[int, int] = 20,
+    pooling: Pooling = "pooled",
+    duplicates: Duplicates = "drop",
+) -> Estimate:
+    choose("pooling", pooling, ("pooled", "mean"))
+    ks = _k_range(k)
+    points = work.points(duplicates)
+    found = work.neighbors(ks[-1], duplicates)
+    value, left_out = _mle_value(found.distances, ks, pooling)
+
+    def of_part(part: Tensor) -> list[float]:
+        return [_mle_value(nearest_neighbors(part, ks[-1]).distances, ks, pooling)[0]]
+
+    min_rows = max(64, 8 * ks[-1])
+    bars = subsample_bars(points.rows, of_part, [value], min_rows)
+    span = str(ks[0]) if len(ks) == 1 else f"{ks[0]}..{ks[-1]}"
+    return Estimate(
+        value=value,
+        n=points.n,
+        method=f"Levina-Bickel, k={span}, {pooling}",
+        notes=(*points.notes, *_left_out_note(left_out), *_no_bar_note(bars, 8 * min_rows)),
+        **fields(bars[0] if bars else None),
+    )
+
+
+def _mle_value(distances: Float[Tensor, "n k"], ks: range, pooling: Pooling) -> tuple[float, int]:
+    usable = distances[:, 0] > 0
+    logs = distances[usable].log()
+    if len(logs) == 0:
+        raise _no_ratios()
+    values = []
+    for k in ks:
+        inverse = logs[:, k - 1] - logs[:, : k - 1].mean(dim=1)
+        if pooling == "mean":
+            inverse = inverse[inverse > 0].reciprocal()
+        mean = float(inverse.mean()) if len(inverse) else 0.0
+        if mean <= 0:
+            raise _no_ratios()
+        values.append(mean if pooling == "mean" else 1 / mean)
+    return sum(values) / len(values), int((~usable).sum())
+
+
+def gride(
+    rows: RowsLike,
+    *,
+    mask: MaskLike = None,
+    scales: Sequence[int] | None = None,
+    duplicates: Duplicates = "drop",
+) -> Estimate:
+    """Dimension against scale from ``mu = r_2n / r_n`` (Denti et al. 2022).
+
+    For each n of ``scales`` the root of the score of the density
+    ``d (mu^d - 1)^(n-1) / (B(n, n) mu^((2n-1) d + 1))``, with (N - 1) in place of N so that n = 1 is the unbiased
+    ``two_nn(variant="ml")``. ``value`` is the dimension at the first scale; ``parts`` holds every scale, and the mean
+    distance to the 2n-th neighbour, which is where on the data that scale lies.
+    """
+    return run("gride", rows, mask, scales=scales, duplicates=duplicates)
+
+
+def _gride_needs(scales: Sequence[int] | None = None, duplicates: Duplicates = "drop") -> Needs:
+    return Needs(points=True, neighbors=2 * max(_scales(scales)))
+
+
+def _scales(scales: Sequence[int] | None) -> tuple[int, ...]:
+    chosen = DEFAULT_SCALES if scales is None else tuple(scales)
+    if not chosen or min(chosen) < 1:
+        raise OptionError(f"scales are whole numbers of at least 1, got {scales}")
+    return chosen
+
+
+@register("gride", _gride_needs)
+def _gride(work: Workspace, *, scales: Sequence[int] | None = None, duplicates: Duplicates = "drop") -> Estimate:
+    points = work.points(duplicates)
+    wanted = _scales(scales)
+    chosen = wanted if scales is not None else tuple(n for n in wanted if 2 * n < points.n) or (1,)
+    found = work.neighbors(2 * max(chosen), duplicates)
+    values = _gride_values(found.distances, chosen)
+    # Large scales need large subsamples; where they do not fit, the small scales still get their error bars.
+    fitting = [scale for scale in chosen if points.n >= 8 * _gride_min_rows(scale)]
+
+    def of_part(part: Tensor) -> list[float]:
+        return _gride_values(nearest_neighbors(part, 2 * max(fitting)).distances, fitting)
+
+    bars: dict[int, Bar] = {}
+    if fitting:
+        at_fitting = [value for scale, value in zip(chosen, values, strict=True) if scale in fitting]
+        found_bars = subsample_bars(points.rows, of_part, at_fitting, _gride_min_rows(max(fitting)))
+        bars = dict(zip(fitting, found_bars or (), strict=False))
+    parts = {}
+    for scale, value in zip(chosen, values, strict=True):
+        bar = fields(bars.get(scale))
+        radius = float(found.distances[:, 2 * scale - 1].mean())
+        parts[f"n={scale}"] = Estimate(value=value, n=points.n, method=f"GRIDE, r_{2 * scale}/r_{scale}", **bar)
+        parts[f"radius n={scale}"] = Estimate(value=radius, stderr=None, n=points.n, method=f"mean r_{2 * scale}")
+    return Estimate(
+        value=values[0],
+        n=points.n,
+        method=f"GRIDE, r_{2 * chosen[0]}/r_{chosen[0]}",
+        notes=(*points.notes, *_no_bar_note(bars, 8 * _gride_min_rows(chosen[0]))),
+        parts=parts,
+        **fields(bars.get(chosen[0])),
+    )
+
+
+def _gride_min_rows(scale: int) -> int:
+    return max(64, 8 * 2 * scale)
+
+
+def _gride_values(distances: Float[Tensor, "n k"], scales: Sequence[int]) -> list[float]:
+    values = []
+    for scale in scales:
+        near, far = distances[:, scale - 1], distances[:, 2 * scale - 1]
+        usable = near > 0
+        values.append(_gride_root((far[usable] / near[usable]).log(), scale))
+    return values
+
+
+def _gride_root(x: Float[Tensor, "m"], n: int) -> float:
+    """Root of the score in d; it falls from +infinity to ``-n sum log mu``, so there is exactly one."""
+    from scipy.optimize import brentq
+    from scipy.special import digamma
+
+    total = float(x.sum())
+    if len(x) < 2 or total <= 0:
+        raise _no_ratios()
+
+    def score(d: float) -> float:
+        # log mu / (1 - exp(-d log mu)), whose limit for tied distances (log mu = 0) is 1/d
+        rising = torch.where(x > 0, x / -torch.expm1(-d * x), 1 / d)
+        return (len(x) - 1) / d + (n - 1) * float(rising.sum()) - (2 * n - 1) * total
+
+    low = high = (digamma(2 * n) - digamma(n)) * len(x) / total  # matches the mean of log mu: already close
+    while score(high) > 0:
+        high *= 1.2
+    while score(low) < 0:
+        low /= 1.2
+    return low if low == high else float(brentq(score, low, high, xtol=1e-12, rtol=1e-14))
+
+
+def _left_out_note(left_out: int) -> tuple[str, ...]:
+    return (
+        (f"{left_out:,} rows have no usable ratio (copies or ties) and were left out of the fit",) if left_out else ()
+    )
+
+
+def _no_bar_note(bars: Sized | None, needed: int) -> tuple[str, ...]:
+    return () if bars else (f"no error bar: disjoint subsamples need {needed:,} measurable rows or more",)

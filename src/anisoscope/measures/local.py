@@ -1,0 +1,323 @@
+"""Local geometry: neighbourhoods, their tangent frames, and the global measures inside them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anisoscope.axes import MaskLike, RowsLike
+from anisoscope.errors import OptionError, TooFewRowsError, choose
+from anisoscope.estimate import Estimate
+from anisoscope.measures.base import Duplicates, Needs, Points, Workspace, register, run
+from anisoscope.measures.neighbors import neighbors_of
+from anisoscope.measures.uncertainty import fields, mean_bar
+from anisoscope.rows import as_rows
+
+BATCH_ANCHORS = 64  # neighbourhoods gathered at a time
+FUKUNAGA_OLSEN = 0.05  # an axis counts if its variance is at least this share of the largest
+EXPLAINED = 0.95  # or as many axes as explain this share
+
+Rule = Literal["fukunaga_olsen", "explained", "participation"]
+LocalMeasure = Literal["isoscore", "participation_ratio", "spectral_ratio", "effective_rank"]
+
+
+@dataclass(frozen=True)
+class Neighborhoods:
+    """The k nearest rows around each anchor. ``members`` holds the anchor itself first, then the others by distance."""
+
+    anchors: Int[Tensor, "m"]
+    members: Int[Tensor, "m k1"]
+    distances: Float[Tensor, "m k"]
+
+    @property
+    def k(self) -> int:
+        """Neighbours of each anchor."""
+        return self.distances.shape[1]
+
+
+@dataclass(frozen=True)
+class LocalFrames:
+    """Local PCA around each anchor, about the mean of its neighbourhood.
+
+    ``tangents`` are orthonormal columns, leading one first; ``variances`` the eigenvalues of the local covariance
+    (divided by k), descending; ``coordinates`` the members of the neighbourhood along all its principal axes.
+    """
+
+    tangents: Float[Tensor, "m d r"]
+    variances: Float[Tensor, "m j"]
+    coordinates: Float[Tensor, "m k1 j"]
+    neighborhoods: Neighborhoods
+
+
+def local_tangents(
+    rows: RowsLike,
+    *,
+    dimension: int,
+    k: int = 64,
+    anchors: int = 1024,
+    mask: MaskLike = None,
+    duplicates: Duplicates = "drop",
+    seed: int = 0,
+) -> LocalFrames:
+    """Tangent frames ``(anchors, D, dimension)`` at randomly chosen rows, by local PCA of their k nearest rows."""
+    points = Workspace(as_rows(rows, mask), Needs(points=True), seed).points(duplicates)
+    found = neighborhoods(points.rows, k, anchors, seed)
+    if not 1 <= dimension <= min(k, points.rows.shape[1]):
+        raise OptionError(f"dimension must lie between 1 and min(k, width), got {dimension}")
+    return local_frames(points.rows, found, dimension)
+
+
+def neighborhoods(rows: Float[Tensor, "n d"], k: int, anchors: int, seed: int = 0) -> Neighborhoods:
+    """Neighbourhoods of ``anchors`` rows drawn without replacement (all of them if there are fewer)."""
+    if k < 2:
+        raise OptionError(f"a neighbourhood needs k >= 2, got {k}")
+    if anchors < 1:
+        raise OptionError(f"at least one anchor is needed, got {anchors}")
+    if len(rows) < k + 1:
+        raise TooFewRowsError(f"neighbourhoods of {k} rows need at least {k + 1} distinct rows, got {len(rows)}")
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randperm(len(rows), generator=generator)[:anchors].sort().values.to(rows.device)
+    found = neighbors_of(rows, picks, k)
+    return Neighborhoods(picks, torch.cat([picks[:, None], found.indices], dim=1), found.distances)
+
+
+def local_frames(rows: Float[Tensor, "n d"], found: Neighborhoods, dimension: int) -> LocalFrames:
+    """Local PCA through the Gram matrix of each neighbourhood, which is small where the width is large.
+
+    Members are centred in the rows' own precision (float32 at least), products summed in float64 by the decomposition:
+    variances are good to about 1e-6 of the largest for float32 rows, 1e-13 for float64 rows.
+    """
+    tangents, variances, coordinates = [], [], []
+    for members in found.members.split(BATCH_ANCHORS):
+        local = rows[members]
+        local = local if local.dtype == torch.float64 else local.float()
+        local = local - local.mean(dim=1, keepdim=True)
+        values, vectors = _batched_eigh(torch.bmm(local, local.transpose(1, 2)))
+        rank = min(local.shape[1] - 1, local.shape[2])
+        values, vectors = values.flip(1)[:, :rank].clamp_min(0), vectors.flip(2)[:, :, :rank]
+        length = values.sqrt()
+        lead = vectors[:, :, :dimension] / length[:, None, :dimension].clamp_min(1e-300)
+        tangents.append(torch.bmm(local.transpose(1, 2), lead.to(local.dtype)))
+        variances.append(values / (local.shape[1] - 1))
+        coordinates.append(vectors * length[:, None, :])
+    return LocalFrames(torch.cat(tangents), torch.cat(variances), torch.cat(coordinates), found)
+
+
+def _batched_eigh(gram: Float[Tensor, "m k k"]) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k k"]]:
+    """Eigendecompositions of many small matrices; LAPACK takes them one by one, so threads share them out."""
+    workers = torch.get_num_threads()
+    wide = gram.double()
+    if gram.device.type != "cpu" or workers < 2 or len(gram) < 2 * workers:
+        return torch.linalg.eigh(wide)  # type: ignore[no-any-return]
+    with ThreadPoolExecutor(workers) as pool:
+        parts = list(pool.map(torch.linalg.eigh, wide.tensor_split(workers)))
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def local_pca_dimension(
+    rows: RowsLike,
+    *,
+    mask: MaskLike = None,
+    k: int = 64,
+    anchors: int | None = None,
+    rule: Rule = "fukunaga_olsen",
+    duplicates: Duplicates = "drop",
+) -> Estimate:
+    """Mean number of axes that local PCA needs, over neighbourhoods of k rows.
+
+    - ``fukunaga_olsen``: axes with at least 5 % of the largest local variance.
+    - ``explained``: the fewest axes that explain 95 % of the local variance.
+    - ``participation``: the local participation ratio, corrected for the bias of k + 1 rows and pooled.
+
+    Needs k well above the dimension, and reads low otherwise. ``anchors`` defaults to so many neighbourhoods
+    that together they hold half of the rows, at most 1,024.
+    """
+    return run("local_pca_dimension", rows, mask, k=k, anchors=anchors, rule=rule, duplicates=duplicates)
+
+
+@register("local_pca_dimension", lambda **_: Needs(points=True))
+def _local_pca_dimension(
+    work: Workspace,
+    *,
+    k: int = 64,
+    anchors: int | None = None,
+    rule: Rule = "fukunaga_olsen",
+    duplicates: Duplicates = "drop",
+) -> Estimate:
+    choose("rule", rule, ("fukunaga_olsen", "explained", "participation"))
+    points = work.points(duplicates)
+    frames = _frames(work, points, duplicates, k, anchors)
+    values = frames.variances
+    if rule == "participation":
+        inverse = inverse_participation(frames.coordinates)
+        mean = float(inverse.mean())
+        bar = mean_bar(inverse, _over(frames))
+        value, bar = 1 / mean, None if bar is None else bar.scaled(1 / mean**2)
+    else:
+        if rule == "fukunaga_olsen":
+            counts = (values >= FUKUNAGA_OLSEN * values[:, :1]).sum(dim=1)
+        else:
+            share = values.cumsum(dim=1) / values.sum(dim=1, keepdim=True)
+            counts = (share < EXPLAINED).sum(dim=1) + 1
+        value, bar = float(counts.double().mean()), mean_bar(counts, _over(frames))
+    notes = points.notes if bar else (*points.notes, "no error bar: too few neighbourhoods, or all read the same")
+    return Estimate(value=value, n=points.n, method=f"local PCA, k={k}, {rule}", notes=notes, **fields(bar))
+
+
+def local_isotropy(
+    rows: RowsLike,
+    *,
+    mask: MaskLike = None,
+    measure: LocalMeasure = "isoscore",
+    k: int = 64,
+    anchors: int | None = None,
+    cells: int = 32,
+    duplicates: Duplicates = "drop",
+) -> Estimate:
+    """A global measure inside neighbourhoods, each centred on its own mean, beside its value over all rows.
+
+    ``value`` is over balls of k nearest neighbours; ``parts`` holds "cells" (k-means cells of at least k rows) and
+    "global" (all rows). isoscore and participation_ratio are corrected for the few rows of a neighbourhood and pooled;
+    spectral_ratio and effective_rank are plain means and carry the bias of k rows.
+    """
+    return run("local_isotropy", rows, mask, measure=measure, k=k, anchors=anchors, cells=cells, duplicates=duplicates)
+
+
+@register("local_isotropy", lambda **_: Needs(points=True))
+def _local_isotropy(
+    work: Workspace,
+    *,
+    measure: LocalMeasure = "isoscore",
+    k: int = 64,
+    anchors: int | None = None,
+    cells: int = 32,
+    duplicates: Duplicates = "drop",
+) -> Estimate:
+    choose("measure", measure, _LOCAL)
+    points = work.points(duplicates)
+    width = points.rows.shape[1]
+    frames = _frames(work, points, duplicates, k, anchors)
+    balls = _summary([frames.coordinates], measure, width, points, f"balls, k={k}", _over(frames))
+    spots = _cell_coordinates(points.rows, cells, k, work.seed)
+    parts = {}
+    if spots:
+        parts["cells"] = _summary(spots, measure, width, points, "k-means cells", f"{len(spots)} cells")
+    everything = Workspace(as_rows(points.rows), Needs(moments="float64"), work.seed)
+    parts["global"] = _global(everything, measure)
+    return Estimate(
+        value=balls.value,
+        stderr=balls.stderr,
+        dof=balls.dof,
+        over=balls.over,
+        n=points.n,
+        method=f"{measure} in balls, k={k}",
+        notes=points.notes,
+        parts=parts,
+    )
+
+
+def _global(work: Workspace, measure: LocalMeasure) -> Estimate:
+    from anisoscope.measures import base
+
+    return base.lookup(measure).compute(work)
+
+
+def _summary(
+    groups: list[Tensor], measure: LocalMeasure, width: int, points: Points, method: str, over: str
+) -> Estimate:
+    """One measure over neighbourhoods given by their principal coordinates ``(m, k1, j)``."""
+    each = torch.cat([_LOCAL[measure](group) for group in groups])
+    mean, bar = float(each.mean()), mean_bar(each, over)
+    if measure in ("isoscore", "participation_ratio"):  # pooled as the inverse: its few-row noise averages out
+        value, bar = 1 / mean, None if bar is None else bar.scaled(1 / mean**2)
+        if measure == "isoscore":
+            value, bar = (value - 1) / (width - 1), None if bar is None else bar.scaled(1 / (width - 1))
+    else:
+        value = mean
+    return Estimate(value=value, n=points.n, method=method, **fields(bar))
+
+
+def inverse_participation(coordinates: Float[Tensor, "m k1 j"]) -> Float[Tensor, "m"]:
+    """Unbiased ``tr S^2`` over unbiased ``(tr S)^2`` of each neighbourhood (for the estimators see ``anisotropy``)."""
+    n = coordinates.shape[1]
+    if n < 4:
+        raise TooFewRowsError(f"the bias of {n} rows cannot be corrected; take k of 3 or more")
+    values = coordinates.square().sum(dim=1) / (n - 1)  # principal axes: the covariance is diagonal
+    trace2, frobenius = values.sum(dim=1).square(), values.square().sum(dim=1)
+    radial = coordinates.square().sum(dim=2).square().sum(dim=1) / (n - 1)
+    square = 2 * frobenius + (n * n - 3 * n + 1) * trace2 - n * radial
+    return ((n - 1) * (n - 2) * frobenius + trace2 - n * radial) / square
+
+
+def _top_share(coordinates: Tensor) -> Tensor:
+    values = coordinates.square().sum(dim=1)
+    return values.amax(dim=1) / values.sum(dim=1)
+
+
+def _entropy_rank(coordinates: Tensor) -> Tensor:
+    sigma = coordinates.square().sum(dim=1).sqrt()
+    p = sigma / sigma.sum(dim=1, keepdim=True)
+    return torch.exp(-torch.special.xlogy(p, p).sum(dim=1))
+
+
+_LOCAL = {
+    "isoscore": inverse_participation,
+    "participation_ratio": inverse_participation,
+    "spectral_ratio": _top_share,
+    "effective_rank": _entropy_rank,
+}
+
+
+def _cell_coordinates(rows: Tensor, cells: int, min_rows: int, seed: int) -> list[Tensor]:
+    """Principal coordinates of each k-means cell of enough rows, capped so that a cell stays small."""
+    groups = []
+    labels = _k_means(rows, min(cells, max(1, len(rows) // min_rows)), seed)
+    for cell in labels.unique().tolist():
+        members = (labels == cell).nonzero().reshape(-1)[: 16 * min_rows]
+        if len(members) >= max(min_rows, 4):
+            local = rows[members].double()
+            local = local - local.mean(dim=0)
+            left, sigma, _ = torch.linalg.svd(local, full_matrices=False)
+            groups.append((left * sigma)[None])
+    return groups
+
+
+def _k_means(rows: Tensor, cells: int, seed: int) -> Tensor:
+    """Labels from centres fitted on at most 8,192 rows (scipy), all rows assigned to the nearest."""
+    from scipy.cluster.vq import kmeans2
+
+    generator = torch.Generator().manual_seed(seed)
+    sample = rows[torch.randperm(len(rows), generator=generator)[:8192].to(rows.device)].double()
+    mean = sample.mean(dim=0)
+    data = (sample - mean).cpu().numpy()
+    centres, _ = kmeans2(data, data[:cells].copy(), minit="matrix", iter=10, missing="warn")
+    marks = torch.as_tensor(centres).to(rows.device)
+    parts = [torch.cdist(part.double() - mean, marks).argmin(dim=1) for part in rows.split(8192)]
+    return torch.cat(parts)
+
+
+def side_by_side(n: int, k: int, anchors: int | None, most: int = 1024) -> int:
+    """How many neighbourhoods to look at: as asked, or so many that together they hold half of the rows.
+
+    More would share rows, and error bars that take them as independent would be too small.
+    """
+    return anchors if anchors is not None else max(1, min(most, n // (2 * (k + 1))))
+
+
+def _frames(work: Workspace, points: Points, duplicates: str, k: int, anchors: int | None) -> LocalFrames:
+    count = side_by_side(points.n, k, anchors)
+    key = f"frames {duplicates} {k} {count}"
+    if key not in work.cache:
+        found = neighborhoods(points.rows, k, count, work.seed)
+        work.cache[key] = local_frames(points.rows, found, 1)
+    frames: LocalFrames = work.cache[key]
+    return frames
+
+
+def _over(frames: LocalFrames) -> str:
+    return f"{len(frames.variances)} neighbourhoods"

@@ -1,0 +1,172 @@
+"""Eigenvalues of the centred covariance, by the cheapest route that keeps the digits a measure needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anisoscope.errors import DegenerateError, TooFewRowsError
+from anisoscope.measures.base import Workspace
+from anisoscope.stats.moments import Moments
+
+LANCZOS_WIDTH = 512  # wider matrices get their top eigenpair by Lanczos, narrower ones by a full decomposition
+LANCZOS_VALUES = 8  # the first is wanted, the others bound its bias
+GRAM_LIMIT = 1e-10  # eigenvalue ratio below which squaring has cost too many digits of a singular value
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Eigenvalues of the covariance, largest first, with their vectors as columns; both cut to the possible rank."""
+
+    values: Float[Tensor, "r"]
+    vectors: Float[Tensor, "d r"]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """The total variance."""
+        return float(self.values.sum())
+
+
+@dataclass(frozen=True)
+class Top:
+    """The few largest eigenvalues, the vector of the first, and the total."""
+
+    values: Float[Tensor, "r"]
+    vector: Float[Tensor, "d"]
+    total: float
+
+    @property
+    def first(self) -> float:
+        """The largest eigenvalue."""
+        return float(self.values[0])
+
+    def first_bias(self, dof: int) -> float:
+        """Lawley's small-sample bias of the largest eigenvalue, from above.
+
+        ``(l_1 / m) sum_j l_j / (l_1 - l_j)``; eigenvalues that were not computed are no larger than the last that was.
+        """
+        others = self.values[1:]
+        if len(others) == 0:
+            return 0.0
+        rest = max(self.total - float(self.values.sum()), 0.0)
+        gaps = (self.first - others).clamp_min(1e-300)
+        return self.first / dof * (float((others / gaps).sum()) + rest / float(gaps[-1]))
+
+
+def require_spread(work: Workspace, at_least: int = 2) -> None:
+    """Refuse rows that are too few or all alike."""
+    moments = work.moments
+    if moments.count < at_least:
+        raise TooFewRowsError(f"a spread needs at least {at_least} rows, got {moments.count}")
+    rounding = 4 * torch.finfo(torch.float64).eps * float(moments.mean.abs().max())
+    if float(moments.scatter.trace()) <= moments.count * moments.width * rounding**2:
+        raise DegenerateError(f"all {moments.count:,} rows are equal: they have no spread to measure")
+
+
+def top(work: Workspace) -> Top:
+    """The leading eigenpair of the covariance."""
+    if "spectrum" in work.cache:
+        known: Spectrum = work.cache["spectrum"]
+        return Top(known.values, known.vectors[:, 0], known.total)
+    if "top" not in work.cache:
+        work.cache["top"] = _top(work.moments)
+    found: Top = work.cache["top"]
+    return found
+
+
+def _top(moments: Moments) -> Top:
+    covariance = moments.covariance()
+    total = float(covariance.trace())
+    width = moments.width
+    if width > LANCZOS_WIDTH and covariance.device.type == "cpu":
+        from scipy.sparse.linalg import ArpackNoConvergence, eigsh
+
+        start = np.random.default_rng(0).standard_normal(width)  # its own start vector: same bits every time
+        try:
+            values, vectors = eigsh(covariance.numpy(), k=LANCZOS_VALUES, which="LA", v0=start)
+            lead = torch.from_numpy(values[::-1].copy())
+            return Top(lead, torch.from_numpy(vectors[:, -1].copy()), total)
+        except ArpackNoConvergence:
+            pass
+    every, columns = torch.linalg.eigh(covariance)
+    return Top(every.flip(0).clamp_min(0), columns[:, -1], total)
+
+
+def spectrum(work: Workspace) -> Spectrum:
+    """The whole spectrum, good to 1e-6 of the sum of singular values even where they span six decades.
+
+    Eigenvalues of the float64 scatter are enough while the smallest is above 1e-10 of the largest. Below that the
+    square has eaten the digits of small singular values, and they are taken from a QR factorisation of the centred
+    rows instead, if the rows lie in memory; from a stream they are read as zero below the rounding floor, with a note.
+    """
+    if "spectrum" not in work.cache:
+        work.cache["spectrum"] = _spectrum(work)
+    found: Spectrum = work.cache["spectrum"]
+    return found
+
+
+def _spectrum(work: Workspace) -> Spectrum:
+    moments = work.moments
+    n, width = moments.count, moments.width
+    rank = min(n - 1, width)
+    rows = work.all_rows
+    if rows is not None and n <= width:
+        return _spectrum_of_few(rows, moments, rank)
+    values, vectors = torch.linalg.eigh(moments.covariance())
+    values, vectors = values.flip(0)[:rank].clamp_min(0), vectors.flip(1)[:, :rank]
+    floor = float(values[0]) * width * torch.finfo(torch.float64).eps
+    if float(values[-1]) > float(values[0]) * GRAM_LIMIT:
+        return Spectrum(values, vectors)
+    if rows is not None:
+        return _from_singular(_triangle(rows, moments.mean), n, rank)
+    lost = int((values < floor).sum())
+    note = f"{lost:,} singular values lie below the rounding floor of one pass and are read as zero"
+    return Spectrum(torch.where(values < floor, 0.0, values), vectors, (note,) if lost else ())
+
+
+def _spectrum_of_few(rows: Tensor, moments: Moments, rank: int) -> Spectrum:
+    centred = rows.double() - moments.mean
+    return _from_singular(centred, len(rows), rank)
+
+
+def _from_singular(factor: Tensor, n: int, rank: int) -> Spectrum:
+    """From a matrix with the same singular values and right vectors as the centred rows."""
+    _, sigma, right = torch.linalg.svd(factor, full_matrices=False)
+    floor = float(sigma[0]) * max(factor.shape) * torch.finfo(torch.float64).eps
+    sigma = torch.where(sigma < floor, 0.0, sigma)[:rank]
+    return Spectrum(sigma.square() / (n - 1), right.T[:, :rank].contiguous())
+
+
+def _triangle(rows: Tensor, mean: Tensor) -> Tensor:
+    """R of a QR factorisation of the centred rows, block after block: as good as an SVD, in little space."""
+    triangle = mean.new_zeros((0, len(mean)))
+    for part in rows.split(4 * len(mean)):
+        triangle = torch.linalg.qr(torch.cat([triangle, part.double() - mean]), mode="r").R
+    return triangle
+
+
+def trace_bias(
+    values: Float[Tensor, "r"],
+    slope: Callable[[Tensor], Tensor],
+    bend: Callable[[Tensor], Tensor],
+    dof: int,
+) -> float:
+    """Leading small-sample bias of ``sum f(lambda)`` for Gaussian rows; ``slope`` is f', ``bend`` is f''.
+
+    Second-order perturbation: ``(1/2m) sum_ij f'[l_i, l_j] l_i l_j (1 + [i=j])`` with the divided difference of f',
+    which stays finite where eigenvalues meet.
+    """
+    positive = values[values > 0]
+    a, b = positive[:, None], positive[None, :]
+    gap = a - b
+    close = gap.abs() < 1e-5 * (a + b)
+    fs = slope(positive)
+    divided = torch.where(close, bend((a + b) / 2), (fs[:, None] - fs[None, :]) / torch.where(close, 1.0, gap))
+    weight = a * b * (1 + torch.eye(len(positive), dtype=values.dtype, device=values.device))
+    return float((divided * weight).sum()) / (2 * dof)

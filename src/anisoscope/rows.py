@@ -1,0 +1,241 @@
+"""Rows: one face for everything that can hold rows (tensor, array, memmap, iterable of chunks), mask included.
+
+Masked rows are taken out before anything looks at them, so what stands in padding can never leak into a number.
+Row numbers in errors count the rows as they came, before the mask.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from anisoscope.errors import EmptyInputError, NonFiniteError, ShapeError, name_rows
+
+CHUNK_ROWS = 4096
+"""Rows converted and reduced at a time: large enough for full BLAS speed, small enough to stay in cache."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive paths of rows ``(s, t, d)`` with flags for the rows to keep; ``start`` is the number of the first.
+
+    ``continues`` marks plain ``(t, d)`` input, whose chunks are pieces of one path.
+    """
+
+    paths: Float[Tensor, "s t d"]
+    keep: Bool[Tensor, "s t"] | None
+    start: int
+    continues: bool
+
+    @property
+    def rows(self) -> Float[Tensor, "n d"]:
+        """The kept rows, in order."""
+        flat = self.paths.reshape(-1, self.paths.shape[-1])
+        return flat if self.keep is None else flat[self.keep.reshape(-1)]
+
+    def numbers(self) -> Tensor:
+        """The number of each kept row, counted over the input as it came."""
+        total = self.paths.shape[0] * self.paths.shape[1]
+        numbers = torch.arange(self.start, self.start + total)
+        return numbers if self.keep is None else numbers[self.keep.reshape(-1).cpu()]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A checked source of rows. ``resident`` means that the whole of it lies in memory as one array."""
+
+    source: Any
+    mask: Any
+    resident: bool
+    replayable: bool
+
+    def chunks(self, chunk_rows: int = CHUNK_ROWS) -> Iterator[Chunk]:
+        """Yield chunks of about ``chunk_rows`` rows in order, each checked to be finite; whole paths stay together."""
+        width: int | None = None
+        start = 0
+        for number, (block, keep) in enumerate(self._blocks()):
+            if width is not None and block.shape[-1] != width:
+                raise ShapeError(
+                    f"chunk {number} has width {block.shape[-1]}, those before it {width}; chunks must agree"
+                )
+            width = block.shape[-1]
+            for chunk in _split(block, keep, start, chunk_rows):
+                _check_finite(chunk)
+                yield chunk
+                _forget_pages(block)
+            start += int(np.prod(block.shape[:-1]))
+        if width is None:
+            raise EmptyInputError("the iterable of chunks gave no chunk at all; it may have been used up already")
+
+    def tensor(self) -> Float[Tensor, "n d"]:
+        """All kept rows as one tensor, checked to be finite. Only for resident sources."""
+        parts = [chunk.rows for chunk in self.chunks(1 << 62)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _blocks(self) -> Iterator[tuple[Any, Any]]:
+        """Yield (array of two or more axes, flags or None) as the source holds them, unconverted."""
+        if not _is_stream(self.source):
+            yield self.source, self.mask
+            return
+        if self.mask is None:
+            yield from ((as_matrix(block, f"chunk {i}"), None) for i, block in enumerate(self.source))
+            return
+        if isinstance(self.mask, Tensor | np.ndarray):
+            yield from self._blocks_of_one_mask()
+            return
+        missing = object()
+        for i, (block, keep) in enumerate(zip_longest(self.source, self.mask, fillvalue=missing)):
+            if block is missing or keep is missing:
+                raise ShapeError(f"chunks and masks differ in number: one of them ended at {i}")
+            matrix = as_matrix(block, f"chunk {i}")
+            yield matrix, as_mask(keep, tuple(matrix.shape[:-1]), f"mask of chunk {i}")
+
+    def _blocks_of_one_mask(self) -> Iterator[tuple[Any, Any]]:
+        flags = torch.as_tensor(self.mask).reshape(-1)
+        start = 0
+        for i, block in enumerate(self.source):
+            matrix = as_matrix(block, f"chunk {i}")
+            lead = tuple(matrix.shape[:-1])
+            keep = flags[start : start + int(np.prod(lead))]
+            start += int(np.prod(lead))
+            if start > len(flags):
+                raise ShapeError(f"the mask has {len(flags):,} flags, the chunks have more rows than that")
+            yield matrix, as_mask(keep.reshape(lead), lead, f"mask of chunk {i}")
+        if start != len(flags):
+            raise ShapeError(f"the mask has {len(flags):,} flags, the chunks have {start:,} rows; they must agree")
+
+
+def as_rows(source: Any, mask: Any = None) -> Rows:
+    """Check ``source`` (and ``mask``, True keeps a row) and wrap it as Rows. Nothing is read or copied yet."""
+    if isinstance(source, Rows):
+        return source
+    if isinstance(source, list | tuple) and source and not hasattr(source[0], "shape"):
+        source = np.asarray(source, dtype=np.float64)
+    if _is_stream(source):
+        if not isinstance(source, Iterable):
+            raise ShapeError(f"rows come as a tensor, an array or an iterable of chunks; got {type(source).__name__}")
+        return Rows(source, mask, resident=False, replayable=iter(source) is not source)
+    matrix = as_matrix(source, "the input")
+    flags = None if mask is None else as_mask(mask, tuple(matrix.shape[:-1]), "the mask")
+    return Rows(matrix, flags, resident=not _is_mapped(matrix), replayable=True)
+
+
+def as_matrix(source: Any, name: str) -> Any:
+    """Check the shape and type of one array; the last axis is the width. Files stay unread."""
+    if not isinstance(source, Tensor | np.ndarray):
+        source = np.asarray(source)
+    if source.ndim < 2:
+        raise ShapeError(
+            f"{name} has shape {tuple(source.shape)}; rows need two axes or more, the last one the width: "
+            "use x[None, :] for one row, x[:, None] for width 1"
+        )
+    if source.shape[-1] == 0:
+        raise ShapeError(f"{name} has shape {tuple(source.shape)}: width 0")
+    is_number = (
+        not (source.is_complex() or source.dtype == torch.bool)
+        if isinstance(source, Tensor)
+        else source.dtype.kind in "fiu"
+    )
+    if not is_number:
+        raise ShapeError(f"{name} has dtype {source.dtype}; rows are real numbers")
+    return source
+
+
+def as_mask(mask: Any, lead: tuple[int, ...], name: str) -> Tensor:
+    """Check that ``mask`` holds one flag for each row, and make it boolean."""
+    flags = torch.as_tensor(mask)
+    if tuple(flags.shape) != lead:
+        raise ShapeError(f"{name} has shape {tuple(flags.shape)}, the rows {lead}; one flag for each row is needed")
+    if flags.dtype != torch.bool:
+        if flags.is_floating_point() or bool(((flags != 0) & (flags != 1)).any()):
+            raise ShapeError(f"{name} has dtype {flags.dtype}; use booleans, or integers 0 and 1 (1 keeps the row)")
+        flags = flags.bool()
+    return flags
+
+
+def as_tensor(block: Any) -> Tensor:
+    """A real floating tensor of the block's own precision, detached, without a copy where that is possible."""
+    if isinstance(block, Tensor):
+        tensor = block.detach()
+    else:
+        array = np.ascontiguousarray(block)
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+        if array.dtype.kind == "f" and array.dtype.itemsize > 8:
+            array = array.astype(np.float64)
+        with warnings.catch_warnings():  # a read-only array is fine here: nothing below writes into its rows
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            tensor = torch.from_numpy(array)
+    return tensor if tensor.is_floating_point() else tensor.to(torch.float64)
+
+
+def non_finite_rows(rows: Float[Tensor, "n d"]) -> Tensor:
+    """Positions of the rows that hold NaN or infinity."""
+    return (~torch.isfinite(rows).all(dim=1)).nonzero().reshape(-1)
+
+
+def _is_stream(source: Any) -> bool:
+    return not isinstance(source, Tensor | np.ndarray) and not hasattr(source, "__array__")
+
+
+def _is_mapped(source: Any) -> bool:
+    return _mapping(source) is not None
+
+
+def _mapping(source: Any) -> mmap.mmap | None:
+    """The memory map under an array, if a file lies under it."""
+    base: object = source
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, mmap.mmap) else None
+
+
+def _forget_pages(block: Any) -> None:
+    """Hand a mapped file's pages back after use: they would count as this process's memory until the map is closed."""
+    mapping = _mapping(block)
+    if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+        mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _split(block: Any, keep: Tensor | None, start: int, chunk_rows: int) -> Iterator[Chunk]:
+    """Cut one block into chunks, along whole paths where it has them."""
+    width = block.shape[-1]
+    if block.ndim == 2:
+        pieces = (slice(a, a + chunk_rows) for a in range(0, max(len(block), 1), chunk_rows))
+        length = 1
+    else:
+        block = block.reshape(-1, block.shape[-2], width)
+        keep = None if keep is None else keep.reshape(block.shape[:2])
+        length = block.shape[1]
+        step = max(1, chunk_rows // max(length, 1))
+        pieces = (slice(a, a + step) for a in range(0, max(len(block), 1), step))
+    for piece in pieces:
+        paths = as_tensor(block[piece])
+        flags = None if keep is None else keep[piece].to(paths.device)
+        if block.ndim == 2:
+            paths, flags = paths[None], None if flags is None else flags[None]
+        yield Chunk(paths, flags, start + piece.start * length, continues=block.ndim == 2)
+
+
+def _check_finite(chunk: Chunk) -> None:
+    # A sum is not finite if any element is not; the exact look follows only then (or after a harmless overflow).
+    rows = chunk.rows
+    total_dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    if bool(torch.isfinite(rows.sum(dtype=total_dtype))):
+        return
+    bad = non_finite_rows(rows)
+    if len(bad):
+        numbers = chunk.numbers()[bad.cpu()].tolist()
+        raise NonFiniteError(
+            f"{name_rows(numbers)} hold NaN or infinity (rows counted from 0, before any mask); "
+            "mask them or find out where they come from"
+        )

@@ -1,0 +1,1 @@
+"""Mergeable statistics: immutable values with ``update`` and ``merge``, accumulated in float64."""

@@ -1,0 +1,71 @@
+"""Directions: the sum of unit vectors, all that the mean cosine of all pairs needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anisoscope.errors import ShapeError, ZeroRowError, name_rows
+
+BLOCK_ROWS = 512  # a block is read from memory once and then multiplied from cache
+
+
+@dataclass(frozen=True)
+class Directions:
+    """``count`` rows and ``total = sum x_i / |x_i|`` in float64. ``merge`` is a plain sum."""
+
+    count: int
+    total: Float[Tensor, "d"]
+
+    @classmethod
+    def empty(cls, width: int, device: torch.device | str = "cpu") -> Directions:
+        """The state of no rows."""
+        return cls(0, torch.zeros(width, dtype=torch.float64, device=device))
+
+    @property
+    def width(self) -> int:
+        """The number of columns."""
+        return self.total.shape[0]
+
+    def update(self, rows: Float[Tensor, "n d"], start: int = 0) -> Directions:
+        """The state after these rows too; ``start`` is the number of the first one, for messages."""
+        total = self.total.clone()
+        for at in range(0, len(rows), BLOCK_ROWS):
+            total += _unit_sum(rows[at : at + BLOCK_ROWS], start + at)
+        return Directions(self.count + len(rows), total)
+
+    def merge(self, other: Directions) -> Directions:
+        """The state of both sets of rows together."""
+        if self.width != other.width:
+            raise ShapeError(f"cannot merge directions of width {self.width} and {other.width}")
+        return Directions(self.count + other.count, self.total + other.total.to(self.total.device))
+
+
+def unit_rows(rows: Float[Tensor, "n d"], start: int = 0) -> Float[Tensor, "n d"]:
+    """Rows divided by their lengths, float32 or float64; scaled first so that no square over- or underflows."""
+    wide = rows if rows.dtype == torch.float64 else rows.float()
+    largest = wide.abs().amax(dim=1, keepdim=True)
+    _refuse_zero(largest.reshape(-1), start)
+    scaled = wide / largest
+    return scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+
+
+def _unit_sum(block: Tensor, start: int) -> Tensor:
+    wide = block if block.dtype == torch.float64 else block.float()
+    length = torch.linalg.vector_norm(wide, dim=1)
+    small, large = (1e-140, 1e140) if wide.dtype == torch.float64 else (1e-15, 1e15)
+    if bool((length < small).any()) or bool((length > large).any()):  # squares may have over- or underflowed
+        return unit_rows(block, start).sum(dim=0, dtype=torch.float64)
+    return (length.reciprocal_() @ wide).double()
+
+
+def _refuse_zero(length: Tensor, start: int) -> None:
+    zero = (length == 0).nonzero().reshape(-1)
+    if len(zero):
+        numbers = (zero + start).tolist()
+        raise ZeroRowError(
+            f"{name_rows(numbers)} (among the kept rows) are all zeros and have no direction; mask them out"
+        )

@@ -1,0 +1,1 @@
+"""Data whose geometry is known in closed form."""

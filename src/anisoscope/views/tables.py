@@ -1,0 +1,80 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from anisoscope.estimate import Estimate
+from anisoscope.runs.records import Record
+
+SURPRISE = 4.0  # standard errors from the truth that call for a second look
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A record beside the truth it should show; ``tolerance`` is the relative bias known for this setting."""
+
+    record: Record
+    truth: float
+    tolerance: float = 0.0
+
+    @property
+    def surprise(self) -> float | None:
+        """Distance to the truth beyond the tolerated bias, in standard errors; None without an error bar."""
+        e = self.record.estimate
+        if e.stderr is None or e.stderr == 0:
+            return None
+        return max(0.0, abs(e.value - self.truth) - self.tolerance * abs(self.truth)) / e.stderr
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the estimate is where it should be."""
+        e = self.record.estimate
+        if self.surprise is None:
+            return abs(e.value - self.truth) <= max(self.tolerance, 0.02) * abs(self.truth)
+        return self.surprise <= SURPRISE
+
+
+def truth_table(title: str, checks: Sequence[Check]) -> Table:
+    """Truth beside estimate, one measure a line."""
+    table = Table(box=box.SIMPLE_HEAD, title=escape(title), title_justify="left", title_style="bold", min_width=78)
+    table.add_column("measure", no_wrap=True, min_width=25)
+    for name in ("truth", "estimate", "± stderr", "off by"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for check in checks:
+        e = check.record.estimate
+        if check.surprise is None or check.tolerance:
+            off = f"{(e.value - check.truth) / check.truth:+.1%}"
+        else:
+            off = f"{(e.value - check.truth) / (e.stderr or 1):+.1f} se"
+        mark = "[green]ok[/]" if check.agrees else "[red]off[/]"
+        stderr = "none" if e.stderr is None else f"{e.stderr:.2g}"
+        table.add_row(escape(check.record.measure), f"{check.truth:.5g}", f"{e.value:.5g}", stderr, off, mark)
+    return table
+
+
+def estimate_table(estimates: Mapping[str, Estimate], title: str) -> Table:
+    """Estimates by name, with intervals."""
+    table = Table(box=box.SIMPLE_HEAD, title=escape(title), title_justify="left")
+    table.add_column("measure")
+    for name in ("value", "± stderr", "95 % interval", "n"):
+        table.add_column(name, justify="right")
+    table.add_column("method and notes")
+    for name, e in estimates.items():
+        interval = e.interval()
+        text = "" if interval is None else f"{interval[0]:.5g} … {interval[1]:.5g}"
+        stderr = "" if e.stderr is None else f"{e.stderr:.2g}"
+        remarks = escape("\n".join((e.method, *e.notes)))
+        table.add_row(escape(name), f"{e.value:.6g}", stderr, text, f"{e.n:,}", remarks)
+        for part, value in e.parts.items():
+            part_stderr = "" if value.stderr is None else f"{value.stderr:.2g}"
+            table.add_row(
+                f"  {escape(part)}", f"{value.value:.6g}", part_stderr, "", "", escape(value.method), style="dim"
+            )
+    return table

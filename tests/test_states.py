@@ -1,0 +1,476 @@
+"""Merge laws, batch values, guarantees and hostile numerics of the four mergeable states.
+
+Rows come from ``draw``: spread 1 along the widest column, and a mean of ``ratio`` spreads. Tolerances are multiples of
+``rounding(ratio)``: a field is a sum of n < 200 terms, whose rounding grows like sqrt(n) < 15, a few such sums follow
+one another (hence 64), and a mean known to eps * |mean| enters the gaps between means linearly (hence 1 + ratio). They
+are absolute, in units of the field's size for n rows of spread 1, because one row alone has a spread of 0.
+"""
+
+import dataclasses
+import math
+from itertools import pairwise
+
+import jaxtyping
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from anisoscope.errors import DegenerateError, EmptyInputError, OptionError, ShapeError
+from anisoscope.stats.counts import BinMoments
+from anisoscope.stats.moments import Moments
+from anisoscope.stats.reservoir import Reservoir, row_keys
+from anisoscope.stats.sketch import Sketch
+
+WIDTH, BINS, CAPACITY = 3, 4, 7
+EPS, EPS32 = np.finfo(np.float64).eps, np.finfo(np.float32).eps
+SIZES = st.lists(st.sampled_from([0, 1, 2, 3, 8, 30]), min_size=1, max_size=6)
+SEEDS = st.integers(0, 2**32 - 1)
+RATIOS = st.sampled_from([0.0, 1.0, 1e4])
+few = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+def rounding(ratio):
+    return 64 * EPS * (1 + ratio)
+
+
+def draw(seed, n, ratio, width=WIDTH, spectrum=None):
+    """(rows (n, width) float64, bin of each row); the last bin is never used, so one is always empty."""
+    rng = np.random.default_rng(seed)
+    spread = 0.5 ** np.arange(width) if spectrum is None else np.asarray(spectrum)
+    rows = rng.standard_normal((n, width)) * spread + ratio * np.sign(rng.standard_normal(width))
+    return torch.from_numpy(rows), torch.from_numpy(rng.integers(0, BINS - 1, n))
+
+
+class MomentsCase:
+    def empty(self, shard=0):
+        return Moments.empty(WIDTH)
+
+    def feed(self, state, rows, labels):
+        return state.update(rows)
+
+    def facts(self, state):
+        return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+
+    def truth(self, parts, labels):
+        return oracles.moments(np.concatenate(parts))
+
+
+class SketchCase(MomentsCase):
+    """With rank >= width nothing is lost; shrinking is tested further down."""
+
+    def empty(self, shard=0):
+        return Sketch.empty(WIDTH, WIDTH)
+
+    def facts(self, state):
+        scatter = state.rows_RD.T @ state.rows_RD
+        lost = state.shrinkage
+        return {"count": state.count, "mean": state.mean, "scatter": scatter, "trace": state.trace, "lost": lost}
+
+    def truth(self, parts, labels):
+        m = oracles.moments(np.concatenate(parts))
+        return {k: m[k] for k in ("count", "mean", "scatter")} | {"trace": np.trace(m["scatter"]), "lost": 0.0}
+
+
+class BinMomentsCase(MomentsCase):
+    def empty(self, shard=0):
+        return BinMoments.empty(BINS, WIDTH)
+
+    def feed(self, state, rows, labels):
+        return state.update(rows, labels)
+
+    def truth(self, parts, labels):
+        rows, labels = np.concatenate(parts), np.concatenate(labels)
+        groups = [rows[labels == b] for b in range(BINS)]
+        mean = [g.mean(axis=0) if len(g) else np.zeros(WIDTH) for g in groups]
+        spread = [((g - m) ** 2).sum() for g, m in zip(groups, mean, strict=True)]
+        return {"count": [len(g) for g in groups], "mean": mean, "spread": spread}
+
+
+class ReservoirCase(MomentsCase):
+    def empty(self, shard=0):
+        return Reservoir.empty(CAPACITY, WIDTH, seed=5, shard=shard, dtype=torch.float64)
+
+    def facts(self, state):
+        return {"rows": state.rows, "numbers": state.numbers, "keys": state.keys, "seen": state.seen}
+
+    def truth(self, parts, labels):
+        rows = [(slow_key(5, s, i), s, i, x) for s, part in enumerate(parts) for i, x in enumerate(part)]
+        kept = sorted(rows, key=lambda row: row[:3])[:CAPACITY]
+        return {
+            "rows": np.array([x for *_, x in kept]),
+            "numbers": [(s, i) for _, s, i, _ in kept],
+            "keys": [key for key, *_ in kept],
+            "seen": len(rows),
+        }
+
+
+CASES = {"moments": MomentsCase(), "sketch": SketchCase(), "bins": BinMomentsCase(), "reservoir": ReservoirCase()}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def assert_same(case, got, want, n, ratio):
+    """Equal facts: exactly for the reservoir, within rounding (see above) for sums."""
+    assert got.keys() == want.keys()
+    for name in want:
+        atol = 0.0 if isinstance(case, ReservoirCase) or name in ("count", "seen") else rounding(ratio)
+        atol *= 1.0 if name == "mean" else max(n, 1)
+        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=atol, err_msg=name)
+
+
+def bits(state):
+    """Copies of all tensors of a state and its other leaves."""
+    leaves = tree_leaves([getattr(state, f.name) for f in dataclasses.fields(state)])
+    return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def same_bits(a, b):
+    return len(a) == len(b) and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True)
+    )
+
+
+def merged(states, rng):
+    """Merge neighbours in a random order: a random tree over the states."""
+    states = list(states)
+    while len(states) > 1:
+        i = int(rng.integers(len(states) - 1))
+        states[i : i + 2] = [states[i].merge(states[i + 1])]
+    return states[0]
+
+
+def fed(feed, state, rows, labels, rng):
+    """Rows in random chunks, some of them empty."""
+    cuts = [0, *sorted(rng.integers(0, len(rows) + 1, 3).tolist()), len(rows)]
+    for a, b in pairwise(cuts):
+        state = feed(state, rows[a:b], labels[a:b])
+    return state
+
+
+@each_case
+@few
+@given(seed=SEEDS, sizes=st.tuples(*[st.sampled_from([0, 1, 2, 9, 30])] * 3), ratio=RATIOS)
+def test_merge_laws(case, seed, sizes, ratio):
+    parts = zip(*(block.split(sizes) for block in draw(seed, sum(sizes), ratio)), strict=True)
+    a, b, c = (case.feed(case.empty(shard), *part) for shard, part in enumerate(parts))
+    n = sum(sizes)
+    assert_same(case, case.facts(a.merge(b).merge(c)), case.facts(a.merge(b.merge(c))), n, ratio)
+    assert_same(case, case.facts(a.merge(b)), case.facts(b.merge(a)), n, ratio)
+    for state in (a, b, c):
+        unit = case.empty(shard=9)
+        assert same_bits(tree_leaves(case.facts(state.merge(unit))), tree_leaves(case.facts(state)))
+        assert same_bits(tree_leaves(case.facts(unit.merge(state))), tree_leaves(case.facts(state)))
+
+
+@each_case
+@few
+@given(seed=SEEDS, sizes=SIZES, ratio=RATIOS)
+def test_every_cut_and_every_tree_gives_the_batch_value(case, seed, sizes, ratio):
+    rng = np.random.default_rng(seed)
+    n = sum(sizes)
+    if n == 0:
+        sizes, n = [*sizes, 1], 1
+    rows, labels = (block.split(sizes) for block in draw(seed, n, ratio))
+    states = [fed(case.feed, case.empty(i), r, k, rng) for i, (r, k) in enumerate(zip(rows, labels, strict=True))]
+    truth = case.truth([r.numpy() for r in rows], [k.numpy() for k in labels])
+    assert_same(case, case.facts(merged(states, rng)), truth, n, ratio)
+
+
+@each_case
+def test_update_and_merge_leave_old_values_alone(case):
+    rows, labels = draw(0, 40, 1.0)
+    a, b = case.feed(case.empty(0), rows[:20], labels[:20]), case.feed(case.empty(1), rows[20:30], labels[20:30])
+    before = bits(a), bits(b)
+    case.feed(a, rows[30:], labels[30:])
+    a.merge(b)
+    assert same_bits(bits(a), before[0]) and same_bits(bits(b), before[1])
+    rows.zero_()  # a state that only looks at the caller's rows would change with them
+    assert same_bits(bits(a), before[0])
+
+
+# --- Moments ---------------------------------------------------------------------------------------------------------
+
+
+def naive_moments(rows):
+    """Sums of raw products, centred at the end: exact in theory."""
+    n, mean = len(rows), rows.mean(dim=0)
+    square, radius2 = rows.T @ rows, (rows * rows).sum(dim=1)
+    scatter = square - n * torch.outer(mean, mean)
+    third = radius2 @ rows - radius2.sum() * mean - 2 * square @ mean + 2 * n * (mean @ mean) * mean
+    return scatter, third
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "precision, dtype", [("float64", torch.float64), ("mixed", torch.float64), ("mixed", torch.float32)]
+)
+def test_moments_with_a_mean_of_1e4_spreads(seed, precision, dtype):
+    n, ratio = 192, 1e4
+    rows = draw(seed, n, ratio)[0].to(dtype)
+    want = oracles.moments(rows.numpy())
+    state = Moments.empty(WIDTH)
+    for chunk in rows.split(50):
+        state = state.update(chunk, precision)
+    # float32 rows about their float32 mean are exact differences; what is left is the rounding of float32 products and
+    # of sums over chunks of 50 (sqrt(50) < 8). Float64 rows are rounded once more on the way.
+    atol = n * (rounding(ratio) if precision == "float64" else 8 * EPS32)
+    for name in ("scatter", "third", "fourth"):
+        np.testing.assert_allclose(getattr(state, name), want[name], rtol=0, atol=atol, err_msg=name)
+    # Mixed precision rounds each centred row to float32, half an EPS32 of a spread, and takes the mean of those.
+    np.testing.assert_allclose(state.mean, want["mean"], rtol=0, atol=rounding(ratio) + (precision == "mixed") * EPS32)
+    scatter, third = naive_moments(rows if precision == "float64" else rows.float())
+    wrong = np.abs(scatter.numpy() - want["scatter"]).max(), np.abs(third.numpy() - want["third"]).max()
+    assert min(wrong) > 10 * atol, "the data do not tell the naive formula apart"
+    assert precision == "float64" or wrong[0] > np.trace(want["scatter"])  # in float32 it is worthless
+
+
+# --- Reservoir -------------------------------------------------------------------------------------------------------
+
+WORD = 2**64 - 1
+
+
+def scramble(z):
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & WORD
+    return z ^ (z >> 31)
+
+
+def slow_key(seed, shard, index):
+    gamma = 0x9E3779B97F4A7C15
+    origin = scramble(scramble(seed + gamma & WORD) + shard * gamma & WORD)
+    key = scramble(origin + (index + 1) * gamma & WORD)
+    return key - 2**64 if key >> 63 else key
+
+
+def test_keys_are_splitmix64():
+    # The published first outputs for seed 1234567 check the oracle, the oracle checks the vectorised keys.
+    outputs = [scramble(1234567 + i * 0x9E3779B97F4A7C15 & WORD) for i in (1, 2, 3)]
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    for seed, shard, start in [(0, 0, 0), (3, 1, 10**12), (2**63 - 1, 2**63 - 1, 5)]:
+        assert row_keys(seed, shard, start, 4).tolist() == [slow_key(seed, shard, start + i) for i in range(4)]
+
+
+@pytest.mark.parametrize("sizes", [(30,), (18, 0, 1, 11)], ids=["one stream", "merged"])
+def test_every_row_and_every_pair_of_rows_is_equally_likely(sizes):
+    n, k, trials = sum(sizes), 6, 2000
+    kept = np.zeros((trials, n))
+    for seed in range(trials):
+        states = [Reservoir.empty(k, 1, seed=seed, shard=s) for s in range(len(sizes))]
+        rows = torch.arange(float(n))[:, None].split(sizes)
+        states = [state.update(r[:4]).update(r[4:]) for state, r in zip(states, rows, strict=True)]
+        sample = merged(states, np.random.default_rng(seed)).rows[:, 0].long()
+        assert len(set(sample.tolist())) == k
+        kept[seed, sample] = 1
+    # For simple random samples the counts have covariance T p (1-p) (I - (J-I)/(n-1)), so this is chi-square with n-1
+    # degrees of freedom: mean n-1, variance 2(n-1). Five sigma on both sides: too even would be wrong as well.
+    p = k / n
+    chi2 = (n - 1) / n * ((kept.sum(axis=0) - trials * p) ** 2).sum() / (trials * p * (1 - p))
+    assert abs(chi2 - (n - 1)) < 5 * math.sqrt(2 * (n - 1))
+    # Each pair is kept together with probability q, a binomial count; five sigma for each of the n(n-1)/2 pairs. Keys
+    # that repeat from shard to shard would show here.
+    q = k * (k - 1) / (n * (n - 1))
+    z = (kept.T @ kept - trials * q) / math.sqrt(trials * q * (1 - q))
+    assert np.abs(z[~np.eye(n, dtype=bool)]).max() < 5
+
+
+class FloatsMade(TorchDispatchMode):
+    """Counts the floating-point numbers that operations write into new memory."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        inputs = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                self.total += leaf.numel() * (leaf.untyped_storage().data_ptr() not in inputs)
+        return out
+
+
+def test_rows_that_cannot_enter_are_not_copied():
+    n, k, width, chunk = 200_000, 200, 16, 2000
+    rows = torch.zeros(1, width).expand(chunk, width)
+    state = Reservoir.empty(k, width)
+    with FloatsMade() as made:
+        for _ in range(n // chunk):
+            state = state.update(rows)
+    # About k (1 + log(n/k)) rows ever enter, each copied once on entering; for each k of them one compaction copies
+    # at most k rows twice. Keeping the sample in one block at every update would copy k rows n/chunk times, 3.5 times
+    # this bound; copying every row, 35 times.
+    entering = k * (1 + math.log(n / k))
+    assert made.total < 3 * 1.2 * entering * width
+    assert state.seen == n and len(state.rows) == k
+
+
+def test_reservoir_goes_on_after_a_merge_and_returns_to_stream_order():
+    rows = draw(0, 60, 0.0)[0]
+    a = Reservoir.empty(CAPACITY, WIDTH, seed=5, shard=0, dtype=torch.float64).update(rows[:20])
+    b = Reservoir.empty(CAPACITY, WIDTH, seed=5, shard=1, dtype=torch.float64).update(rows[20:40])
+    got = a.merge(b).update(rows[40:])
+    order = [*range(20), *range(40, 60)], [*range(20, 40)]
+    want = ReservoirCase().truth([rows[list(o)].numpy() for o in order], None)
+    assert_same(ReservoirCase(), ReservoirCase().facts(got), want, 60, 0.0)
+    numbers = got.numbers[got.stream_order()].tolist()
+    assert numbers == sorted(numbers) and numbers != got.numbers.tolist()
+
+
+def test_equal_keys_of_two_shards_are_settled_by_number():
+    """A tie has one chance in 2**64, so it is made by hand: whoever merges with whom, shard 0 comes first."""
+    a = Reservoir.empty(2, 1, shard=0).update(torch.zeros(2, 1))
+    b = Reservoir.empty(2, 1, shard=1).update(torch.ones(2, 1))
+    b = dataclasses.replace(b, keys=a.keys)
+    assert a.merge(b).numbers[:, 0].tolist() == b.merge(a).numbers[:, 0].tolist() == [0, 1]
+    after = dataclasses.replace(b, keys=torch.tensor([a.keys[0] - 1, a.keys[0]]), shard=0)
+    assert after.update(torch.zeros(2, 1)).numbers[:, 0].tolist() == [1, 0]
+
+
+# --- Sketch ----------------------------------------------------------------------------------------------------------
+
+
+def assert_guarantee(state, rows, ratio):
+    """The sentence of the docstring, against the scatter formed outright; rounding in units of the trace."""
+    want = oracles.moments(rows)
+    trace = np.trace(want["scatter"])
+    slack = rounding(ratio) * max(trace, len(rows))
+    lost = np.linalg.eigvalsh(want["scatter"] - (state.rows_RD.T @ state.rows_RD).numpy())
+    assert lost[0] >= -slack
+    assert lost[-1] <= state.shrinkage + slack
+    assert state.shrinkage <= (state.trace - (state.rows_RD**2).sum()) / (state.rank + 1) + slack
+    assert state.shrinkage <= trace / (state.rank + 1) + slack
+    assert abs(state.trace - trace) <= slack and len(state.rows_RD) <= 2 * state.rank
+    spectrum = np.linalg.eigvalsh(want["scatter"])[::-1]
+    lower = state.eigenvalues().numpy()
+    assert len(lower) == min(state.rank, len(spectrum)) and (np.diff(lower) <= 0).all()
+    above = spectrum[: len(lower)] - lower
+    assert (above >= -slack).all() and (above <= float(state.shrinkage) + slack).all()
+    if trace > slack:
+        low, high = state.top_share()
+        assert low - slack / trace <= spectrum[0] / trace <= high + slack / trace
+
+
+@few
+@given(seed=SEEDS, sizes=SIZES, ratio=RATIOS, rank=st.integers(1, 5), decay=st.sampled_from([1.0, 0.8, 0.3]))
+def test_sketch_keeps_its_guarantee_under_every_tree(seed, sizes, ratio, rank, decay):
+    rng = np.random.default_rng(seed)
+    sizes = [*sizes, 1]
+    rows = draw(seed, sum(sizes), ratio, 12, decay ** np.arange(12))[0]
+    states = [fed(lambda s, r, _: s.update(r), Sketch.empty(rank, 12), r, r, rng) for r in rows.split(sizes)]
+    assert_guarantee(merged(states, rng), rows.numpy(), ratio)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sketch_is_exact_where_the_rank_suffices_and_useful_where_not(seed):
+    rng = np.random.default_rng(seed)
+    shape = rng.standard_normal((5, 40))
+    flat = rng.standard_normal((200, 5)) @ shape + 3.0
+    state = Sketch.empty(5, 40)
+    for chunk in torch.from_numpy(flat).split(17):
+        state = state.update(chunk)
+    trace = float(state.trace)
+    # 200 rows went through a buffer of 10, so it was shrunk some forty times, each time by a rounding error.
+    assert state.shrinkage <= rounding(3) * trace
+    scatter = oracles.moments(flat)["scatter"]
+    np.testing.assert_allclose(state.rows_RD.T @ state.rows_RD, scatter, rtol=0, atol=rounding(3) * trace)
+    np.testing.assert_allclose(state.top_share(), oracles.spectral_ratio(flat), rtol=rounding(3))
+    noisy = torch.from_numpy(flat + 0.3 * rng.standard_normal(flat.shape))
+    state = Sketch.empty(8, 40).update(noisy)
+    assert_guarantee(state, noisy.numpy(), 3.0)
+    low, high = state.top_share()
+    # 40 columns of noise of variance 0.09 share out 3.6 of a trace of about 5 * 40 = 200: at most that much can be lost
+    # over rank + 1 - 5 directions, the tail bound of Frequent Directions (Ghashami et al., theorem 1.1).
+    tail = 0.09 * 40 / 200
+    assert 0 < high - low < 2 * tail / (8 + 1 - 5)
+
+
+def test_sketch_of_raw_rows_would_see_only_the_mean():
+    rows = draw(0, 150, 1e4)[0]
+    low, high = Sketch.empty(2, WIDTH).update(rows[:70]).update(rows[70:]).top_share()
+    truth = oracles.spectral_ratio(rows.numpy())
+    assert low - rounding(1e4) <= truth <= high + rounding(1e4) and high < 0.95
+    raw = np.linalg.svd(rows.numpy(), compute_uv=False) ** 2
+    assert raw[0] / raw.sum() > 1 - 1e-6
+
+
+# --- BinMoments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_bins_with_a_mean_of_1e4_spreads(seed, dtype):
+    n, ratio = 192, 1e4
+    rows, labels = draw(seed, n, ratio)
+    rows = rows.to(dtype)
+    want = BinMomentsCase().truth([rows.double().numpy()], [labels.numpy()])
+    state = BinMoments.empty(BINS, WIDTH)
+    for chunk, bin_N in zip(rows.split(50), labels.split(50), strict=True):
+        state = state.update(chunk, bin_N)
+    atol = n * rounding(ratio)  # the state is float64 whatever the rows are
+    np.testing.assert_allclose(state.spread, want["spread"], rtol=0, atol=atol)
+    one_hot = torch.nn.functional.one_hot(labels, BINS).to(dtype)
+    sums, count = one_hot.T @ rows, one_hot.sum(dim=0).clamp_min(1)
+    naive = one_hot.T @ (rows * rows).sum(dim=1) - (sums * sums).sum(dim=1) / count
+    wrong = np.abs(naive.numpy() - want["spread"]).max()
+    assert wrong > 10 * atol if dtype == torch.float64 else wrong > np.max(want["spread"])
+
+
+@few
+@given(seed=SEEDS, ratio=RATIOS)
+def test_within_and_between_add_up_to_the_scatter_of_all_rows(seed, ratio):
+    rows, labels = draw(seed, 60, ratio)
+    rows = rows + labels[:, None]  # bins that differ
+    pooled = BinMoments.empty(BINS, WIDTH).update(rows[:25], labels[:25]).update(rows[25:], labels[25:]).pooled()
+    want = oracles.moments(rows.numpy())
+    within = sum(BinMomentsCase().truth([rows.numpy()], [labels.numpy()])["spread"])
+    atol = 60 * rounding(ratio) * (1 + BINS**2)  # the bins' means are up to BINS apart
+    assert pooled.count == 60
+    np.testing.assert_allclose(pooled.mean, want["mean"], rtol=0, atol=rounding(ratio + BINS))
+    np.testing.assert_allclose(pooled.within, within, rtol=0, atol=atol)
+    np.testing.assert_allclose(pooled.within + pooled.between, np.trace(want["scatter"]), rtol=0, atol=atol)
+
+
+# --- Refusals --------------------------------------------------------------------------------------------------------
+
+ROWS, LONG = torch.zeros(4, 2), torch.zeros(4, 3)
+FULL, OTHER = Reservoir.empty(4, 2).update(ROWS), Reservoir.empty(4, 2, shard=1).update(ROWS)
+BINNED = BinMoments.empty(3, 2)
+REFUSED = [
+    (lambda: FULL.merge(Reservoir.empty(5, 2, shard=1)), OptionError, "capacity=4 and capacity=5"),
+    (lambda: FULL.merge(Reservoir.empty(4, 2, shard=1, seed=1)), OptionError, "seed=0 and seed=1"),
+    (lambda: FULL.merge(Reservoir.empty(4, 2, shard=1, dtype=torch.float64)), OptionError, "dtype"),
+    (lambda: FULL.merge(Reservoir.empty(4, 3, shard=1)), ShapeError, "width 2 and 3"),
+    (lambda: FULL.merge(Reservoir.empty(4, 2).update(ROWS)), OptionError, "shard 0.*shard="),
+    (lambda: FULL.merge(OTHER).merge(OTHER), OptionError, "shard 1.*shard="),  # found through an earlier merge too
+    (lambda: FULL.update(LONG), ShapeError, r"\(n, 2\)"),
+    (lambda: Reservoir.empty(0, 2), OptionError, "capacity"),
+    (lambda: Reservoir.empty(4, 2, seed=-1), OptionError, "seed"),
+    (lambda: Reservoir.empty(4, 2, shard=2**63), OptionError, "shard"),
+    (lambda: Sketch.empty(2, 3).merge(Sketch.empty(2, 4)), ShapeError, "width 3 and 4"),
+    (lambda: Sketch.empty(2, 3).merge(Sketch.empty(3, 3)), OptionError, "rank=2 and rank=3"),
+    (lambda: Sketch.empty(2, 2).update(LONG), ShapeError, r"\(n, 2\)"),
+    (lambda: Sketch.empty(0, 3), OptionError, "rank"),
+    (lambda: Sketch.empty(2, 3).top_share(), EmptyInputError, "no row"),
+    (lambda: Sketch.empty(2, 2).update(ROWS).top_share(), DegenerateError, "all equal"),
+    (lambda: BINNED.update(ROWS, torch.tensor([0, 3, 1, -1])), OptionError, r"labels\[1\] = 3 .*1 later"),
+    (lambda: BINNED.update(ROWS, torch.tensor([0, 1, 2, -1])), OptionError, r"labels\[3\] = -1"),
+    (lambda: BINNED.update(ROWS, torch.zeros(4)), OptionError, "dtype"),
+    (lambda: BINNED.update(ROWS, torch.tensor([0, 1, 2])), ShapeError, "one label a row"),
+    (lambda: BINNED.update(LONG, torch.tensor([0, 1, 2, 0])), ShapeError, r"\(n, 2\)"),
+    (lambda: BINNED.merge(BinMoments.empty(4, 2)), ShapeError, "cannot merge"),
+    (lambda: BinMoments.empty(0, 2), OptionError, "bins"),
+    (lambda: Moments.empty(2).merge(Moments.empty(3)), ShapeError, "width 2 and 3"),
+]
+
+
+@pytest.mark.parametrize("attempt, error, message", REFUSED, ids=[message for *_, message in REFUSED])
+def test_what_does_not_fit_is_refused_by_name(attempt, error, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users run without the checker of shapes
+    with pytest.raises(error, match=message):
+        attempt()
+
+
+def test_an_empty_reservoir_collides_with_nothing():
+    assert FULL.merge(Reservoir.empty(4, 2)).seen == 4
