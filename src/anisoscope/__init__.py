@@ -28,7 +28,8 @@ _HOMES = {
         "spectral_ratio_l1",
         "stable_rank",
     ),
-    "anisoscope.measures.base": ("Needs", "Workspace", "measure", "measures", "register", "unregister"),
+    "anisoscope.measures.base": ("Needs", "Workspace", "register", "unregister"),
+    "anisoscope.measures.table": ("measure", "measures"),
     "anisoscope.measures.curvature": ("curvature",),
     "anisoscope.measures.dimension": ("gride", "mle", "two_nn"),
     "anisoscope.measures.local": ("local_isotropy", "local_pca_dimension", "local_tangents"),
@@ -73,8 +74,6 @@ if TYPE_CHECKING:
     from anisoscope.measures.anisotropy import stable_rank as stable_rank
     from anisoscope.measures.base import Needs as Needs
     from anisoscope.measures.base import Workspace as Workspace
-    from anisoscope.measures.base import measure as measure
-    from anisoscope.measures.base import measures as measures
     from anisoscope.measures.base import register as register
     from anisoscope.measures.base import unregister as unregister
     from anisoscope.measures.curvature import curvature as curvature
@@ -88,6 +87,8 @@ if TYPE_CHECKING:
     from anisoscope.measures.partition import partition_isotropy as partition_isotropy
     from anisoscope.measures.paths import linearity as linearity
     from anisoscope.measures.paths import turning_angle as turning_angle
+    from anisoscope.measures.table import measure as measure
+    from anisoscope.measures.table import measures as measures
     from anisoscope.stats.counts import BinMoments as BinMoments
     from anisoscope.stats.moments import Moments as Moments
     from anisoscope.stats.reservoir import Reservoir as Reservoir

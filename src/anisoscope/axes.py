@@ -9,6 +9,7 @@
 | G | blocks of rows (error bars) |
 | P | pairs of rows, or leading principal axes kept by a filter |
 | B | bins, or control draws |
+| R | rows of a sketch, or the rank of a spectrum |
 
 In signatures the same letters are lower case, as jaxtyping strings: ``Float[Tensor, "n d"]``.
 """

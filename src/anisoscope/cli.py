@@ -64,7 +64,7 @@ def demo(
 def measures() -> None:
     """List the measures with one line on each."""
     import anisoscope
-    from anisoscope.measures.base import measures as names
+    from anisoscope.measures.table import measures as names
 
     for name in (*names(), "linearity"):
         function = getattr(anisoscope, name)

@@ -6,8 +6,7 @@ measures, and keeps one set of moments, one sample for error bars and one neighb
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -16,7 +15,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anisoscope.axes import MaskLike, RowsLike
 from anisoscope.errors import (
     DuplicateRowsError,
     EmptyInputError,
@@ -303,45 +301,6 @@ def unregister(name: str) -> None:
     del _TABLE[name]
 
 
-def measures() -> tuple[str, ...]:
-    """The names in the table, sorted."""
-    _load_builtin()
-    return tuple(sorted(_TABLE))
-
-
-class Table(dict[str, Estimate]):
-    """Estimates by name, printed one a line."""
-
-    def __repr__(self) -> str:
-        width = max(map(len, self), default=0)
-        return "\n".join(f"{name:<{width}}  {str(value).removeprefix('Estimate: ')}" for name, value in self.items())
-
-
-def measure(
-    rows: RowsLike,
-    names: str | Iterable[str] | Mapping[str, Mapping[str, Any]],
-    *,
-    mask: MaskLike | Iterable[Any] = None,
-    seed: int = 0,
-) -> Table:
-    """Compute several measures over the same rows, sharing one pass of moments and one neighbour search.
-
-    ``names`` is a name, a list of names, or a mapping from name to options, as in
-    ``{"two_nn": {"variant": "ml"}, "mle": {"k": 10}}``.
-    """
-    _load_builtin()
-    if isinstance(names, str):
-        names = [names]
-    wanted = {name: dict(names[name]) if isinstance(names, Mapping) else {} for name in names}
-    chosen = [(lookup(name), options) for name, options in wanted.items()]
-    needs = Needs()
-    for entry, options in chosen:
-        _check_options(entry, options)
-        needs = needs | entry.needs(**options)
-    work = Workspace(as_rows(rows, mask), needs, seed)
-    return Table((entry.name, entry.compute(work, **options)) for entry, options in chosen)
-
-
 def run(name: str, rows: Any, mask: Any, seed: int = 0, **options: Any) -> Estimate:
     """One measure over its own workspace: the body of every public function."""
     entry = _TABLE[name]
@@ -353,20 +312,13 @@ def with_notes(estimate: Estimate, notes: Iterable[str]) -> Estimate:
     return replace(estimate, notes=(*notes, *estimate.notes))
 
 
+def registered() -> tuple[str, ...]:
+    """Names entered so far."""
+    return tuple(_TABLE)
+
+
 def lookup(name: str) -> Measure:
     """The entry of a name, or an error that suggests the nearest one."""
     if name not in _TABLE:
         raise unknown_name("measure", name, _TABLE)
     return _TABLE[name]
-
-
-def _check_options(entry: Measure, options: Mapping[str, Any]) -> None:
-    known = [p.name for p in inspect.signature(entry.compute).parameters.values() if p.kind == p.KEYWORD_ONLY]
-    for option in options:
-        if option not in known:
-            raise unknown_name(f"option of {entry.name}", option, known)
-
-
-def _load_builtin() -> None:
-    """The built-in measures enter the table when their modules are imported."""
-    from anisoscope.measures import anisotropy, curvature, dimension, local, partition, paths  # noqa: F401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +14,8 @@ from torch import Tensor
 from anisoscope.axes import MaskLike, RowsLike
 from anisoscope.errors import OptionError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
-from anisoscope.measures.base import Duplicates, Needs, Points, Workspace, register, run
+from anisoscope.measures import anisotropy  # noqa: F401 - enters the measures that are looked up below
+from anisoscope.measures.base import Duplicates, Needs, Points, Workspace, lookup, register, run
 from anisoscope.measures.neighbors import neighbors_of
 from anisoscope.measures.uncertainty import fields, mean_bar
 from anisoscope.rows import as_rows
@@ -113,7 +115,7 @@ def _batched_eigh(gram: Float[Tensor, "m k k"]) -> tuple[Float[Tensor, "m k"], F
     workers = torch.get_num_threads()
     wide = gram.double()
     if gram.device.type != "cpu" or workers < 2 or len(gram) < 2 * workers:
-        return torch.linalg.eigh(wide)  # type: ignore[no-any-return]
+        return torch.linalg.eigh(wide)
     with ThreadPoolExecutor(workers) as pool:
         parts = list(pool.map(torch.linalg.eigh, wide.tensor_split(workers)))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -222,9 +224,7 @@ def _local_isotropy(
 
 
 def _global(work: Workspace, measure: LocalMeasure) -> Estimate:
-    from anisoscope.measures import base
-
-    return base.lookup(measure).compute(work)
+    return _GLOBAL[measure](work)
 
 
 def _summary(
@@ -265,7 +265,10 @@ def _entropy_rank(coordinates: Tensor) -> Tensor:
     return torch.exp(-torch.special.xlogy(p, p).sum(dim=1))
 
 
-_LOCAL = {
+_GLOBAL: dict[str, Callable[[Workspace], Estimate]] = {
+    name: lookup(name).compute for name in ("isoscore", "participation_ratio", "spectral_ratio", "effective_rank")
+}
+_LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
     "isoscore": inverse_participation,
     "participation_ratio": inverse_participation,
     "spectral_ratio": _top_share,
