@@ -155,12 +155,13 @@ def slope_through_origin(x, y):
 
 
 def two_nn_facco(X):
-    """Slope through the origin of -log(1 - F_i) on log mu_i: mu = r2/r1 ascending, F_i = i/N, i = 0..int(0.9 N)-1."""
+    """Slope through the origin of -log(1 - F_i) on log mu_i: mu = r2/r1 ascending, F_i = i/N, i = 1..int(0.9 N)."""
     r, _ = neighbors(X, 2)
     N = len(r)
     mu = sorted(float(r2) / float(r1) for r1, r2 in r)
     keep = int(0.9 * N)
-    return slope_through_origin([math.log(mu[i]) for i in range(keep)], [-math.log(1 - i / N) for i in range(keep)])
+    x = [math.log(mu[i]) for i in range(keep)]
+    return slope_through_origin(x, [-math.log(1 - (i + 1) / N) for i in range(keep)])
 
 
 def two_nn_ml(X):
@@ -201,8 +202,9 @@ def mle_levina_bickel(X, k):
 
 
 def gride(X, n1, n2=None):
-    """argmax_d sum_i log f(mu_i), mu = r_{n2}/r_{n1}, n2 = 2 n1 by default (plain maximum likelihood).
+    """argmax_d sum_i log f(mu_i), mu = r_{n2}/r_{n1}, n2 = 2 n1 by default, with (N-1) log d in place of N log d.
 
+    For n1 = 1 that is (N-1) / sum log mu, the unbiased form of TwoNN's maximum likelihood.
     f(mu) = d (mu^d - 1)^(n2-n1-1) / (B(n2-n1, n1) mu^((n2-1)d+1)). Each log f is concave in d: one maximum.
     log(mu^d - 1) is written d log mu + log(1 - mu^-d). A maximum found from values is good to about 1e-7 relative.
     """
@@ -211,7 +213,8 @@ def gride(X, n1, n2=None):
     log_mu = [math.log(float(row[n2 - 1]) / float(row[n1 - 1])) for row in r]
 
     def minus_log_likelihood(d):
-        terms = [math.log(d) - betaln(n2 - n1, n1) - ((n2 - 1) * d + 1) * w for w in log_mu]
+        terms = [(len(log_mu) - 1) * math.log(d)]
+        terms += [-betaln(n2 - n1, n1) - ((n2 - 1) * d + 1) * w for w in log_mu]
         if n2 - n1 > 1:
             terms += [(n2 - n1 - 1) * (d * w + math.log(-math.expm1(-d * w))) for w in log_mu]
         return -math.fsum(terms)
@@ -363,15 +366,15 @@ def self_check():
     check("two_nn_ml", two_nn_ml(line), 3 / math.log(13.5))
     check("mle", mle(line, 3), 8 / math.log((7 * 7 / 3) * (6 * 6 / 2) * (4 / 2 * 4 / 3) * (7 / 4 * 7 / 6)))
     check("mle_levina_bickel", mle_levina_bickel(line, 2), sum(1 / math.log(v) for v in (3, 2, 1.5, 1.5)) / 4)
-    check("gride n1=1", gride(line, 1), 4 / math.log(13.5), rtol=1e-6)
+    check("gride n1=1", gride(line, 1), 3 / math.log(13.5), rtol=1e-6)
     a, b = math.log(1.5), math.log(2)  # facco keeps int(3.6) = 3: F = 0, 1/4, 2/4 at mu = 1.5, 1.5, 2
     check("two_nn_facco", two_nn_facco(line), (a * -math.log(0.75) + b * b) / (2 * a * a + b * b))
     # Two equal rows, u = 2; the others have mu 3, 2, 1.5, 1.5, 1.5; one point is used, F = 3/7 at mu = 1.5.
     twins = np.array([[0.0], [0], [10], [11], [13], [17], [25]])
     check("two_nn_shape_of_learning", two_nn_shape_of_learning(twins), math.log(7 / 4) / math.log(1.5))
-    flat = rng.random((200, 2))  # gride: the score sum [1/d + 3 w / (1 - mu^-d) - 7 w] vanishes at the maximum
+    flat = rng.random((200, 2))  # gride: the score (N-1)/d + sum [3 w / (1 - mu^-d) - 7 w] vanishes at the maximum
     d, w = gride(flat, 4), np.log(neighbors(flat, 8)[0][:, 7] / neighbors(flat, 8)[0][:, 3])
-    check("gride score", np.mean(1 / d + 3 * w / (1 - np.exp(-d * w)) - 7 * w), 0, atol=1e-6)
+    check("gride score", 199 / 200 / d + np.mean(3 * w / (1 - np.exp(-d * w)) - 7 * w), 0, atol=1e-6)
     check("plane", [two_nn_ml(flat), two_nn_facco(flat), d, mle(flat, 10)], 2, rtol=0.25)
     check("turning_angle", turning_angle([[0.0, 0], [1, 0], [1, 1], [1, 2], [1, 1]]), (90 + 0 + 180) / 3)
     X, M = rng.standard_normal((20, 3)), rng.standard_normal((3, 3))

@@ -48,8 +48,11 @@ def imports(path: Path) -> set[str]:
                 inner = f"{base}.{alias.name}".lstrip(".")
                 found.add(inner if inner in known else base or "__init__")
         elif isinstance(node, ast.Import):
-            found |= {alias.name.removeprefix("anisoscope").lstrip(".") or "__init__" for alias in node.names
-                      if alias.name.split(".")[0] == "anisoscope"}
+            found |= {
+                alias.name.removeprefix("anisoscope").lstrip(".") or "__init__"
+                for alias in node.names
+                if alias.name.split(".")[0] == "anisoscope"
+            }
     return found - {module_name(path)}
 
 
@@ -149,7 +152,10 @@ def test_unknown_attribute_suggests():
 
 def test_readme_tree_is_the_disk():
     tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True,
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     if tracked.returncode:
         pytest.skip("not a git checkout: the tree on disk cannot be told from build products")

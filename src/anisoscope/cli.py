@@ -1,8 +1,9 @@
-"""The command line. Exit codes: 0 done, 2 bad input (one clear line), 1 a bug (with its traceback)."""
+"""The command line. Exit codes: 0 done, 1 the demo is off the truth or a bug (with its traceback), 2 bad input."""
 
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -37,12 +38,13 @@ def version() -> None:
 def demo(
     rows: Annotated[int, typer.Option(help="Rows in each cloud.", min=512)] = 8192,
     seed: Annotated[int, typer.Option(help="Seed of the clouds.", min=0)] = 0,
+    svg: Annotated[Path | None, typer.Option(help="Also save the tables as a picture.")] = None,
 ) -> None:
     """Run every measure over data of known geometry and print truth beside estimate."""
     from anisoscope.demo import cases, run_demo
     from anisoscope.views.tables import truth_table
 
-    console = Console()
+    console = Console(record=svg is not None)
     checks = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(cases(rows, seed)))
@@ -56,6 +58,8 @@ def demo(
         f"{good} of {len(checks)} agree with the truth: within 4 standard errors (se), or within the bias that "
         "docs/measures.md states.\nTry your own: anisoscope measure FILE.npy two_nn spectral_ratio"
     )
+    if svg is not None:
+        _save(console, svg)
     if good < len(checks):
         raise typer.Exit(1)
 
@@ -81,8 +85,17 @@ def measure(
     import anisoscope
     from anisoscope.views.tables import estimate_table
 
+    if "linearity" in names:
+        raise OptionError("linearity compares two layers: call anisoscope.linearity(rows, next_rows) from Python")
     table = anisoscope.measure(_open(file), names, seed=seed)
     Console().print(estimate_table(table, str(file)))
+
+
+def _save(console: Console, svg: Path) -> None:
+    try:
+        console.save_svg(str(svg), title="anisoscope demo")
+    except OSError as error:
+        raise OptionError(f"cannot write {svg}: {error.strerror}") from error
 
 
 def _open(file: Path):  # type: ignore[no-untyped-def]
@@ -91,17 +104,23 @@ def _open(file: Path):  # type: ignore[no-untyped-def]
     if not file.is_file():
         raise OptionError(f"no such file: {file}")
     try:
-        return np.load(file, mmap_mode="r", allow_pickle=False)
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise OptionError(f"{file} is not a .npy file of numbers: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise OptionError(f"{file} is an archive, not a .npy file of one array; save the array by itself with np.save")
+    return array
 
 
 def main() -> None:
     """Entry point: bad input becomes one line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal without ± gets a question mark, not a traceback
+            stream.reconfigure(errors="replace")
     try:
         app()
     except AnisoscopeError as error:
-        print(f"anisoscope: {error}", file=sys.stderr)
+        print("anisoscope:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
 
 

@@ -6,6 +6,7 @@ Row numbers in errors count the rows as they came, before the mask.
 
 from __future__ import annotations
 
+import math
 import mmap
 import warnings
 from collections.abc import Iterable, Iterator
@@ -58,8 +59,11 @@ class Rows:
     resident: bool
     replayable: bool
 
-    def chunks(self, chunk_rows: int = CHUNK_ROWS) -> Iterator[Chunk]:
-        """Yield chunks of about ``chunk_rows`` rows in order, each checked to be finite; whole paths stay together."""
+    def chunks(self, chunk_rows: int = CHUNK_ROWS, *, check: bool = True) -> Iterator[Chunk]:
+        """Yield chunks of about ``chunk_rows`` rows in order; whole paths stay together.
+
+        Each is checked to be finite, unless the caller looks at sums over all rows afterwards, which saves a read.
+        """
         width: int | None = None
         start = 0
         for number, (block, keep) in enumerate(self._blocks()):
@@ -69,16 +73,17 @@ class Rows:
                 )
             width = block.shape[-1]
             for chunk in _split(block, keep, start, chunk_rows):
-                _check_finite(chunk)
+                if check:
+                    _check_finite(chunk)
                 yield chunk
                 _forget_pages(block)
             start += int(np.prod(block.shape[:-1]))
         if width is None:
             raise EmptyInputError("the iterable of chunks gave no chunk at all; it may have been used up already")
 
-    def tensor(self) -> Float[Tensor, "n d"]:
-        """All kept rows as one tensor, checked to be finite. Only for resident sources."""
-        parts = [chunk.rows for chunk in self.chunks(1 << 62)]
+    def tensor(self, *, check: bool = True) -> Float[Tensor, "n d"]:
+        """All kept rows as one tensor. Only for resident sources."""
+        parts = [chunk.rows for chunk in self.chunks(1 << 62, check=check)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _blocks(self) -> Iterator[tuple[Any, Any]]:
@@ -100,7 +105,7 @@ class Rows:
             yield matrix, as_mask(keep, tuple(matrix.shape[:-1]), f"mask of chunk {i}")
 
     def _blocks_of_one_mask(self) -> Iterator[tuple[Any, Any]]:
-        flags = torch.as_tensor(self.mask).reshape(-1)
+        flags = _as_flags(self.mask, "the mask").reshape(-1)
         start = 0
         for i, block in enumerate(self.source):
             matrix = as_matrix(block, f"chunk {i}")
@@ -117,9 +122,11 @@ class Rows:
 def as_rows(source: Any, mask: Any = None) -> Rows:
     """Check ``source`` (and ``mask``, True keeps a row) and wrap it as Rows. Nothing is read or copied yet."""
     if isinstance(source, Rows):
+        if mask is not None:
+            raise ShapeError("these rows are wrapped already and carry their own mask; give the mask when wrapping")
         return source
     if isinstance(source, list | tuple) and source and not hasattr(source[0], "shape"):
-        source = np.asarray(source, dtype=np.float64)
+        source = _as_array(source, "the input")
     if _is_stream(source):
         if not isinstance(source, Iterable):
             raise ShapeError(f"rows come as a tensor, an array or an iterable of chunks; got {type(source).__name__}")
@@ -132,7 +139,11 @@ def as_rows(source: Any, mask: Any = None) -> Rows:
 def as_matrix(source: Any, name: str) -> Any:
     """Check the shape and type of one array; the last axis is the width. Files stay unread."""
     if not isinstance(source, Tensor | np.ndarray):
-        source = np.asarray(source)
+        source = _as_array(source, name)
+    if isinstance(source, np.ma.MaskedArray):
+        raise ShapeError(f"{name} is a numpy masked array, whose mask would be lost; give x.data and one flag per row")
+    if isinstance(source, Tensor) and source.layout != torch.strided:
+        raise ShapeError(f"{name} has layout {source.layout}; rows are dense: use x.to_dense()")
     if source.ndim < 2:
         raise ShapeError(
             f"{name} has shape {tuple(source.shape)}; rows need two axes or more, the last one the width: "
@@ -152,7 +163,7 @@ def as_matrix(source: Any, name: str) -> Any:
 
 def as_mask(mask: Any, lead: tuple[int, ...], name: str) -> Tensor:
     """Check that ``mask`` holds one flag for each row, and make it boolean."""
-    flags = torch.as_tensor(mask)
+    flags = _as_flags(mask, name)
     if tuple(flags.shape) != lead:
         raise ShapeError(f"{name} has shape {tuple(flags.shape)}, the rows {lead}; one flag for each row is needed")
     if flags.dtype != torch.bool:
@@ -175,7 +186,27 @@ def as_tensor(block: Any) -> Tensor:
         with warnings.catch_warnings():  # a read-only array is fine here: nothing below writes into its rows
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             tensor = torch.from_numpy(array)
-    return tensor if tensor.is_floating_point() else tensor.to(torch.float64)
+    if not tensor.is_floating_point():
+        return tensor.to(torch.float64)
+    return tensor.float() if tensor.element_size() == 1 else tensor  # eight-bit floats have no arithmetic of their own
+
+
+def _as_array(values: Any, name: str) -> np.ndarray:
+    """An array of nested lists, or of whatever else numpy can read."""
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError) as error:
+        raise ShapeError(f"{name} cannot be read as an array of numbers: {error}") from error
+
+
+def _as_flags(mask: Any, name: str) -> Tensor:
+    """A mask as a tensor of its own type; arrays are copied, since torch takes only some byte orders and strides."""
+    if isinstance(mask, Tensor):
+        return mask
+    array = _as_array(mask, name)
+    if array.dtype.kind not in "biu":
+        raise ShapeError(f"{name} has dtype {array.dtype}; use booleans, or integers 0 and 1 (1 keeps the row)")
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
 
 
 def non_finite_rows(rows: Float[Tensor, "n d"]) -> Tensor:
@@ -200,10 +231,23 @@ def _mapping(source: Any) -> mmap.mmap | None:
 
 
 def _forget_pages(block: Any) -> None:
-    """Hand a mapped file's pages back after use: they would count as this process's memory until the map is closed."""
+    """Hand a mapped file's pages back after use: they would count as this process's memory until the map is closed.
+
+    Never those of a copy-on-write map (mode "c"): what its owner wrote into it lives in these pages and nowhere else.
+    """
     mapping = _mapping(block)
-    if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+    if mapping is not None and _is_shared(block) and hasattr(mmap, "MADV_DONTNEED"):
         mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _is_shared(block: Any) -> bool:
+    """Whether the array is known to lie in a numpy map whose pages the file itself backs."""
+    base: object = block
+    modes = []
+    while isinstance(base, np.ndarray):
+        modes += [base.mode] if isinstance(base, np.memmap) else []
+        base = base.base
+    return bool(modes) and "c" not in modes
 
 
 def _split(block: Any, keep: Tensor | None, start: int, chunk_rows: int) -> Iterator[Chunk]:
@@ -213,7 +257,7 @@ def _split(block: Any, keep: Tensor | None, start: int, chunk_rows: int) -> Iter
         pieces = (slice(a, a + chunk_rows) for a in range(0, max(len(block), 1), chunk_rows))
         length = 1
     else:
-        block = block.reshape(-1, block.shape[-2], width)
+        block = block.reshape(math.prod(block.shape[:-2]), block.shape[-2], width)
         keep = None if keep is None else keep.reshape(block.shape[:2])
         length = block.shape[1]
         step = max(1, chunk_rows // max(length, 1))
@@ -235,7 +279,8 @@ def _check_finite(chunk: Chunk) -> None:
     bad = non_finite_rows(rows)
     if len(bad):
         numbers = chunk.numbers()[bad.cpu()].tolist()
+        verb = "holds" if len(numbers) == 1 else "hold"
         raise NonFiniteError(
-            f"{name_rows(numbers)} hold NaN or infinity (rows counted from 0, before any mask); "
+            f"{name_rows(numbers)} {verb} NaN or infinity (rows counted from 0, before any mask); "
             "mask them or find out where they come from"
         )

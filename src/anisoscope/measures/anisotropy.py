@@ -262,12 +262,12 @@ def _mean_cosine(work: Workspace) -> Estimate:
     if n < 2:
         raise TooFewRowsError(f"a pair needs two rows, got {n}")
     value = (float(total @ total) - n) / (n * (n - 1))
-    unit = unit_rows(work.error_rows.rows).double()
+    unit = unit_rows(work.error_rows.rows)
     # The projection of a row on the mean of the *others*; its variance holds the noise of that mean once too often.
-    others = (unit @ total - unit.square().sum(dim=1)) / (n - 1)
+    others = ((unit @ total.to(unit.dtype)).double() - 1) / (n - 1)
     bar = work.error_rows.bar(2 * (others - value))
     if bar is not None:
-        some = unit[:: max(1, len(unit) // 512)]
+        some = unit[:: max(1, len(unit) // 256)].double()
         pairs = some @ some.T
         off = pairs[~torch.eye(len(some), dtype=torch.bool, device=pairs.device)]
         degenerate = 2 * float(off.var()) / n**2

@@ -18,6 +18,7 @@ from torch import Tensor
 from anisoscope.errors import (
     DuplicateRowsError,
     EmptyInputError,
+    NonFiniteError,
     OptionError,
     TooFewRowsError,
     choose,
@@ -170,10 +171,15 @@ class _Scan:
         self.resident: Tensor | None = None
         self.reservoir: Reservoir | None = None
         if rows.resident:
-            self.resident = rows.tensor()
+            # Sums over all rows show afterwards whether every one was finite; without sums, look before.
+            summed = needs.moments is not None or needs.directions
+            self.resident = rows.tensor(check=not summed)
             self._begin(self.resident, needs)
             for part in self.resident.split(CHUNK_ROWS):
                 self._update(part, needs)
+            if summed and not self._finite():
+                rows.tensor(check=True)  # names the rows
+                raise NonFiniteError("the rows are finite, but their squares overflow; divide them by a constant first")
             if needs.turns:
                 for chunk in rows.chunks():
                     self.turns = self.turns.update(chunk)
@@ -200,6 +206,11 @@ class _Scan:
             self.moments = Moments.empty(rows.shape[1], rows.device)
         if needs.directions:
             self.directions = Directions.empty(rows.shape[1], rows.device)
+
+    def _finite(self) -> bool:
+        sums = [] if self.moments is None else [self.moments.mean, self.moments.fourth]
+        sums += [] if self.directions is None else [self.directions.total]
+        return all(bool(torch.isfinite(total).all()) for total in sums)
 
     def _update(self, rows: Tensor, needs: Needs) -> None:
         if self.moments is not None and needs.moments:

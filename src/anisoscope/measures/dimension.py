@@ -40,7 +40,7 @@ def two_nn(
 ) -> Estimate:
     """Dimension d from ``mu_i = r_2 / r_1``, whose law is ``P(mu > t) = t^-d`` wherever density is locally even.
 
-    - ``facco``: the slope through the origin of ``-log(1 - F)`` on ``log mu``, with ``F_i = i / N`` from i = 0 and the
+    - ``facco``: the slope through the origin of ``-log(1 - F)`` on ``log mu``, with ``F_i = i / N`` from i = 1 and the
       largest 10 % of ratios dropped (Facco et al. 2017).
     - ``ml``: ``(N - 1) / sum log mu``, the unbiased maximum-likelihood estimate.
     - ``shape_of_learning``: the published code of that paper: slope through the origin over the lowest fifth of the
@@ -126,7 +126,7 @@ def _log_ratios(found: Neighbors, length: float | None) -> tuple[Float[Tensor, "
 
 def _facco(ratios: Tensor, left_out: int) -> float:
     kept = int(FACCO_KEPT * len(ratios))
-    ecdf = torch.arange(kept, dtype=torch.float64, device=ratios.device) / max(len(ratios), 1)
+    ecdf = torch.arange(1, kept + 1, dtype=torch.float64, device=ratios.device) / max(len(ratios), 1)
     return _slope(ratios[:kept], -torch.log1p(-ecdf))
 
 

@@ -14,7 +14,7 @@ from anisoscope.errors import DegenerateError, TooFewRowsError
 from anisoscope.measures.base import Workspace
 from anisoscope.stats.moments import Moments
 
-LANCZOS_WIDTH = 512  # wider matrices get their top eigenpair by Lanczos, narrower ones by a full decomposition
+LANCZOS_WIDTH = 1536  # wider matrices get their top eigenpairs by Lanczos, narrower ones by a full decomposition
 LANCZOS_VALUES = 8  # the first is wanted, the others bound its bias
 GRAM_LIMIT = 1e-10  # eigenvalue ratio below which squaring has cost too many digits of a singular value
 

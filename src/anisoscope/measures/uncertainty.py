@@ -19,7 +19,7 @@ from torch import Tensor
 from anisoscope.errors import AnisoscopeError
 
 ERROR_BLOCKS = 64  # blocks for smooth functionals; Student's t with 63 degrees of freedom is nearly normal
-BLOCK_ROWS = 256  # rows looked at in each block: the variance needs no more
+BLOCK_ROWS = 128  # rows looked at in each block: the variance needs no more
 SUBSAMPLES = 32  # disjoint subsamples for functionals of neighbours
 SUBSAMPLE_ROWS = 512  # rows in each at most
 

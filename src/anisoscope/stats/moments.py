@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -47,22 +46,17 @@ class Moments:
         count, width = rows.shape
         if count == 0:
             return cls.empty(width, rows.device)
-        rough = rows.mean(dim=0, dtype=torch.float64)
-        if precision == "float64":
-            y_ND = rows.to(torch.float64) - rough
-        else:
-            y_ND = (rows.double() - rough).float() if rows.dtype == torch.float64 else rows.float() - rough.float()
-        # What rounding left of the mean: in float32 the subtracted mean is itself rounded.
-        delta = y_ND.mean(dim=0, dtype=torch.float64)
-        radius2 = (y_ND * y_ND).sum(dim=1, dtype=torch.float64)
-        raw = cls(
-            count,
-            rough if precision == "float64" or rows.dtype == torch.float64 else rough.float().double(),
-            gram(y_ND).double(),
-            (radius2.to(y_ND.dtype) @ y_ND).double(),
-            (radius2 * radius2).sum(),
-        )
-        return raw._shifted(delta)
+        wide = rows.double() if precision == "float64" else rows if rows.dtype == torch.float64 else rows.float()
+        rough = wide.mean(dim=0)
+        y_ND = wide - rough
+        if precision == "mixed":
+            y_ND = y_ND.float()
+        # What rounding left of the mean; small already, so its own rounding does not matter.
+        delta = y_ND.mean(dim=0).double()
+        radius2 = torch.linalg.vector_norm(y_ND, dim=1).square_()
+        third = (radius2 @ y_ND).double()
+        fourth = (radius2 @ radius2).double()
+        return cls(count, rough.double(), gram(y_ND).double(), third, fourth)._shifted(delta)
 
     @property
     def width(self) -> int:
@@ -82,26 +76,27 @@ class Moments:
         count = self.count + other.count
         gap = other.mean.to(self.mean.device) - self.mean
         mean = self.mean + gap * (other.count / count)
-        a, b = self._about(mean), other._about(mean)
-        return Moments(count, mean, a.scatter + b.scatter, a.third + b.third, a.fourth + b.fourth)
+        # One rank-one update instead of moving both scatters to the common mean first: they are the large part.
+        scatter = self.scatter + other.scatter.to(self.scatter.device)
+        scatter.addr_(gap, gap, alpha=self.count * other.count / count)
+        a, b = self._radial(mean), other._radial(mean)
+        return Moments(count, mean, scatter, a[0] + b[0].to(a[0].device), a[1] + b[1].to(a[1].device))
 
-    def _about(self, point: Float[Tensor, "d"]) -> Moments:
-        """The same sums about another point than the mean (``mean`` then holds that point)."""
-        point = point.to(self.mean.device)
-        d = self.mean - point
+    def _radial(self, point: Float[Tensor, "d"]) -> tuple[Float[Tensor, "d"], Float[Tensor, ""]]:
+        """``sum |z|^2 z`` and ``sum |z|^4`` with ``z = x - point``, from the sums about the mean."""
+        d = self.mean - point.to(self.mean.device)
         trace, sd, d2, n = self.scatter.trace(), self.scatter @ d, d @ d, self.count
-        return Moments(
-            n,
-            point,
-            self.scatter + n * torch.outer(d, d),
-            self.third + trace * d + 2 * sd + n * d2 * d,
-            self.fourth + 4 * (d @ sd) + n * d2 * d2 + 4 * (self.third @ d) + 2 * trace * d2,
-        )
+        third = self.third + trace * d + 2 * sd + n * d2 * d
+        fourth = self.fourth + 4 * (d @ sd) + n * d2 * d2 + 4 * (self.third @ d) + 2 * trace * d2
+        return third, fourth
 
     def _shifted(self, delta: Float[Tensor, "d"]) -> Moments:
-        """Undo a wrong centre: sums were taken about a point that misses the true mean by ``delta``."""
+        """Undo a wrong centre: sums were taken about a point that misses the true mean by ``delta``.
+
+        Writes into its own scatter, which nobody else holds yet.
+        """
         d, n = delta, self.count
-        scatter = self.scatter - n * torch.outer(d, d)
+        scatter = self.scatter.addr_(d, d, alpha=-n)
         trace, sd, d2 = scatter.trace(), scatter @ d, d @ d
         third = self.third - trace * d - 2 * sd - n * d2 * d
         fourth = self.fourth - 4 * (d @ sd) - n * d2 * d2 - 4 * (third @ d) - 2 * trace * d2
@@ -116,5 +111,5 @@ def gram(y_ND: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
     """``y^T y`` in the precision of ``y``. On CPU numpy recognises the product with its own transpose (BLAS syrk)."""
     if y_ND.device.type == "cpu":
         array = y_ND.numpy()
-        return torch.from_numpy(np.ascontiguousarray(array.T @ array))
+        return torch.from_numpy(array.T @ array)
     return y_ND.T @ y_ND

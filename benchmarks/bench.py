@@ -1,0 +1,366 @@
+"""Speed and memory beside the alternatives, in one run: `make bench` writes docs/benchmarks.md.
+
+Every line is a median over repeats (the slow peers run once), in this process unless said; ratios compare lines of the
+same run on the same data. Exactness is checked against float64 on the same data before a time is worth printing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import scipy
+import torch
+
+import anisoscope as an
+from anisoscope.measures.local import local_frames, neighborhoods
+
+WIDTH = 768
+SEED = 0
+
+
+def clock(function: Callable[[], object], repeats: int) -> float:
+    """Median seconds; the first call of several is a warm-up."""
+    times = []
+    for _ in range(repeats + (repeats > 1)):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:] if repeats > 1 else times)
+
+
+def manifold(n: int, dimension: int = 12, noise: float = 0.0) -> torch.Tensor:
+    """A smooth curved image of a 12-dimensional cube in 768 dimensions, float32."""
+    g = torch.Generator().manual_seed(SEED)
+    z = torch.rand(n, dimension, generator=g)
+    features = torch.cat(
+        [z @ torch.randn(dimension, 32, generator=g), torch.sin(z @ torch.randn(dimension, 64, generator=g))], dim=1
+    )
+    rows = features @ torch.randn(96, WIDTH, generator=g) / 96**0.5
+    return rows + noise * torch.randn(n, WIDTH, generator=g)
+
+
+def gaussian(n: int) -> torch.Tensor:
+    return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(SEED))
+
+
+def tiled_top2(x: torch.Tensor) -> torch.Tensor:
+    """The plain way: squared distances tile by tile with a matrix product, the two smallest of each row."""
+    square = x.square().sum(dim=1)
+    found = []
+    for start in range(0, len(x), 1024):
+        part = x[start : start + 1024]
+        d2 = square[None, :] - 2 * part @ x.T
+        d2[torch.arange(len(part)), torch.arange(start, start + len(part))] = torch.inf
+        found.append(d2.topk(2, dim=1, largest=False).values + square[start : start + 1024, None])
+    return torch.cat(found).clamp_min(0).sqrt()
+
+
+def worst_error(x: torch.Tensor, sampled: int = 2000) -> float:
+    """Largest relative error of r1 and r2 against float64 on sampled rows.
+
+    Candidates from a float64 product (sixteen a row, far more than its rounding could confuse), distances by differences.
+    """
+    ours = an.nearest_neighbors(x, 2).distances
+    picks = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))[:sampled]
+    wide = x.double()
+    square = wide.square().sum(dim=1)
+    worst = 0.0
+    for part in picks.split(250):
+        d2 = square[None, :] - 2 * wide[part] @ wide.T
+        d2[torch.arange(len(part)), part] = torch.inf
+        near = d2.topk(16, dim=1, largest=False).indices
+        exact = (wide[near] - wide[part][:, None]).square().sum(dim=2).sqrt().sort(dim=1).values[:, :2]
+        worst = max(worst, float(((ours[part] - exact) / exact).abs().max()))
+    return worst
+
+
+ASK_DADAPY = """
+import sys, time, numpy as np
+from dadapy import Data
+x = np.load(sys.argv[1])
+start = time.perf_counter()
+data = Data(x, verbose=False)
+data.compute_distances(maxk=2)
+data.compute_id_2NN()
+print(time.perf_counter() - start)
+"""
+
+
+def dadapy_seconds(x: torch.Tensor) -> float | None:
+    python = os.environ.get("ANISOSCOPE_DADAPY")
+    if not python:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.npy"
+        np.save(path, x.numpy())
+        answer = subprocess.run([python, "-c", ASK_DADAPY, str(path)], capture_output=True, text=True, check=True)
+    return float(answer.stdout.split()[-1])
+
+
+def skdim_seconds(x: torch.Tensor) -> float | None:
+    try:
+        from skdim.id import TwoNN
+    except ImportError:
+        return None
+    return clock(lambda: TwoNN().fit(x.numpy()), 1)
+
+
+def bench_two_nn(sizes: list[int], peers: bool) -> list[str]:
+    lines = [
+        "## TwoNN, width 768, float32",
+        "",
+        "| data | N | anisoscope | of that, the search | tiled matmul + top-2 | scikit-dimension | dadapy | "
+        "matmul / ours | scikit-dimension / ours | dadapy / ours | worst error of r1, r2 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for n in sizes:
+        for name, rows in (
+            ("12-dimensional manifold", manifold(n)),
+            ("the same with noise", manifold(n, noise=0.02)),
+            ("isotropic Gaussian", gaussian(n)),
+        ):
+            ours = clock(lambda rows=rows: an.two_nn(rows), 3)
+            search = clock(lambda rows=rows: an.nearest_neighbors(rows, 2), 1)
+            plain = clock(lambda rows=rows: tiled_top2(rows), 1)
+            ask = peers and name != "the same with noise"
+            sk, da = (skdim_seconds(rows), dadapy_seconds(rows)) if ask else (None, None)
+            lines.append(
+                f"| {name} | {n:,} | {ours:.2f} s | {search:.2f} s | {plain:.2f} s | {seconds(sk)} | {seconds(da)} | "
+                f"{plain / ours:.1f} | {ratio(sk, ours)} | {ratio(da, ours)} | {worst_error(rows):.0e} |"
+            )
+            print(lines[-1], flush=True)
+    return lines
+
+
+def official_anisotropy(x: torch.Tensor) -> float:
+    """The procedure of the published code: full SVD of the centred rows."""
+    _, s, _ = torch.linalg.svd(x - x.mean(dim=0, keepdim=True), full_matrices=False)
+    values = s * s / (len(x) - 1)
+    return float(values.max() / values.sum())
+
+
+def bench_spectrum(n: int) -> list[str]:
+    g = torch.Generator().manual_seed(SEED)
+    spread = torch.logspace(0, -6, WIDTH)
+    base = torch.randn(n, WIDTH, generator=g)
+    clouds = {
+        "decaying spectrum, mean of 5 spreads": base * torch.linspace(1, 0.05, WIDTH) + 5,
+        "spectrum over six decades": base * spread,
+        "the same, mean of 100 spreads": base * spread + 100,
+    }
+    lines = [
+        f"## Spectra, N = {n:,}, width 768, float32",
+        "",
+        "| data | measure | anisoscope | full SVD (published code) | svdvals | SVD / ours | error against float64 SVD |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, x in clouds.items():
+        sigma = torch.linalg.svdvals(x.double() - x.double().mean(dim=0))
+        p = sigma / sigma.sum()
+        truth = {
+            "spectral_ratio": float(sigma[0] ** 2 / sigma.square().sum()),
+            "spectral_ratio_l1": float(p[0]),
+            "effective_rank": float(torch.exp(-torch.special.xlogy(p, p).sum())),
+            "participation_ratio": float(sigma.square().sum() ** 2 / sigma.pow(4).sum()),
+        }
+        full = clock(lambda x=x: official_anisotropy(x), 3)
+        values = clock(lambda x=x: torch.linalg.svdvals(x - x.mean(dim=0)), 3)
+        for measure, expected in truth.items():
+            options = {"bias": "plugin"} if measure == "participation_ratio" else {}
+            function = getattr(an, measure)
+            ours = clock(lambda f=function, x=x, o=options: f(x, **o), 3)
+            error = abs(float(function(x, **options)) - expected) / expected
+            lines.append(
+                f"| {name} | `{measure}` | {ours:.3f} s | {full:.2f} s | {values:.2f} s | {full / ours:.1f} | {error:.0e} |"
+            )
+            print(lines[-1], flush=True)
+    return lines
+
+
+def bench_cosine(n: int) -> list[str]:
+    x = gaussian(n) + 0.3
+    read = clock(lambda: x.sum(), 9)
+    norms = clock(lambda: torch.linalg.vector_norm(x, dim=1), 9)
+    ours = clock(lambda: an.mean_cosine(x), 9)
+
+    def all_pairs() -> float:
+        unit = x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
+        return sum(float((part @ unit.T).sum(dtype=torch.float64)) for part in unit.split(1024))
+
+    pairs = clock(all_pairs, 1)
+    return [
+        f"## Mean cosine, N = {n:,}, width 768, float32",
+        "",
+        "| what | seconds | relative to one read |",
+        "|---|---|---|",
+        f"| one read: sum of all elements | {read:.4f} | 1.0 |",
+        f"| one read: row lengths | {norms:.4f} | {norms / read:.1f} |",
+        f"| `mean_cosine`, with error bar | {ours:.4f} | {ours / read:.1f} |",
+        f"| all pairs by tiled matmul | {pairs:.1f} | {pairs / read:.0f} |",
+    ]
+
+
+def bench_local() -> list[str]:
+    x = manifold(65536, noise=0.02)
+    found = neighborhoods(x, 64, 1024)
+
+    def batched_svd() -> torch.Tensor:
+        frames = []
+        for part in found.members.split(64):
+            local = x[part]
+            frames.append(torch.linalg.svd(local - local.mean(dim=1, keepdim=True), full_matrices=False).Vh[:, :12])
+        return torch.cat(frames).transpose(1, 2)
+
+    svd = clock(batched_svd, 3)
+    ours = clock(lambda: local_frames(x, found, 12), 3)
+    cosines = torch.linalg.svdvals(
+        local_frames(x, found, 12).tangents.transpose(1, 2).double() @ batched_svd().double()
+    )
+    angle = float(torch.rad2deg(torch.acos(cosines.clamp(max=1)).max()))
+    return [
+        "## Local tangents, 1,024 points, 64 neighbours, width 768, float32",
+        "",
+        "| what | seconds | SVD / ours | largest principal angle between the two |",
+        "|---|---|---|---|",
+        f"| batched SVD | {svd:.2f} | | |",
+        f"| `local_tangents` (frames, after the neighbour search) | {ours:.2f} | {svd / ours:.1f} | {angle:.2g} degrees |",
+    ]
+
+
+PEAK = """
+import json, sys, threading, time, torch, anisoscope as an
+x = torch.randn({n}, 768, generator=torch.Generator().manual_seed(0))
+an.{warm}(x[:2048])
+def rss():
+    return int(open('/proc/self/statm').read().split()[1]) * 4096
+base, peak, done = rss(), [0], []
+def watch():
+    while not done:
+        peak[0] = max(peak[0], rss()); time.sleep(0.002)
+thread = threading.Thread(target=watch); thread.start()
+an.{warm}(x); done.append(1); thread.join()
+print(json.dumps([(peak[0] - base) / 1e6, x.numel() * 4 / 1e6]))
+"""
+
+
+def bench_memory(n: int) -> list[str]:
+    lines = [
+        f"## Memory beyond the input, N = {n:,}, width 768, float32 (own process)",
+        "",
+        "| measure | input | peak beyond it | share |",
+        "|---|---|---|---|",
+    ]
+    for name in ("two_nn", "mle", "spectral_ratio", "effective_rank", "mean_cosine", "curvature"):
+        answer = subprocess.run(
+            [sys.executable, "-c", PEAK.format(n=n, warm=name)], capture_output=True, text=True, check=True
+        )
+        peak, size = json.loads(answer.stdout.strip().splitlines()[-1])
+        lines.append(f"| `{name}` | {size:.0f} MB | {peak:.0f} MB | {peak / size:.2f} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def bench_import() -> list[str]:
+    code = "import time; t=time.perf_counter(); import torch; u=time.perf_counter(); import anisoscope as an; an.two_nn; v=time.perf_counter(); print(u-t, v-u)"
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(5)
+    ]
+    torch_time = statistics.median(float(run[0]) for run in runs)
+    ours = statistics.median(float(run[1]) for run in runs)
+    return [
+        "## Import",
+        "",
+        f"torch {torch_time:.2f} s; `import anisoscope` with `an.two_nn` loaded, beyond torch: {ours:.2f} s.",
+    ]
+
+
+def seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} s"
+
+
+def ratio(value: float | None, ours: float) -> str:
+    return "" if value is None else f"{value / ours:.1f}"
+
+
+def machine() -> list[str]:
+    model = (
+        next(
+            (
+                line.split(":")[1].strip()
+                for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            platform.processor(),
+        )
+        if Path("/proc/cpuinfo").exists()
+        else ""
+    )
+    packages = [
+        f"Python {platform.python_version()}",
+        f"torch {torch.__version__}",
+        f"numpy {np.__version__}",
+        f"scipy {scipy.__version__}",
+    ]
+    try:
+        from importlib.metadata import version
+
+        packages.append(f"scikit-dimension {version('scikit-dimension')}")
+    except ImportError:
+        pass
+    python = os.environ.get("ANISOSCOPE_DADAPY")
+    if python:
+        code = "from importlib.metadata import version; print(version('dadapy'))"
+        packages.append("dadapy " + subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip())
+    return [
+        "# Benchmarks",
+        "",
+        "Written by `make bench`. Medians; ratios compare lines of this one run, on the same data in the same process.",
+        "",
+        f"{datetime.date.today()}, {model}, {torch.get_num_threads()} threads. {', '.join(packages)}.",
+        "",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="where to write the page; default: standard output")
+    parser.add_argument("--quick", action="store_true", help="small sizes, no peers")
+    parser.add_argument("--only", nargs="*", choices=["two_nn", "spectrum", "cosine", "local", "memory", "import"])
+    args = parser.parse_args()
+    n = 8192 if args.quick else 65536
+    parts: dict[str, Callable[[], list[str]]] = {
+        "two_nn": lambda: bench_two_nn([8192] if args.quick else [16384, 65536], peers=not args.quick),
+        "spectrum": lambda: bench_spectrum(n),
+        "cosine": lambda: bench_cosine(n),
+        "local": bench_local,
+        "memory": lambda: bench_memory(n),
+        "import": bench_import,
+    }
+    page = machine()
+    for name, part in parts.items():
+        if not args.only or name in args.only:
+            print(f"... {name}", flush=True)
+            page += [*part(), ""]
+    text = "\n".join(page)
+    if args.write:
+        args.write.write_text(text)
+        print(f"written: {args.write}")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Broken variants of the source that the suite must catch: `make mutants`.
+
+Each mutant is one realistic mistake: a wrong factor, a lost term, a swapped convention, a bound that does not hold.
+It is applied to a copy of the source, the tests named beside it run against that copy, and they must fail. A mutant
+that survives means that some sentence about the software is not held by any test.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ORACLES, TRUTHS, HOSTILE = "tests/test_oracles.py", "tests/test_truths.py", "tests/test_hostile.py"
+STATES, INVARIANCES, INPUTS = "tests/test_states.py", "tests/test_invariances.py", "tests/test_inputs.py"
+COVER = "tests/test_calibration.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake: in ``file``, ``old`` becomes ``new``; ``tests`` are what should notice."""
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    only: str = ""
+
+
+A, D, N = "measures/anisotropy.py", "measures/dimension.py", "measures/neighbors.py"
+U, C, P, B = "measures/uncertainty.py", "measures/curvature.py", "measures/paths.py", "measures/base.py"
+MUTANTS = [
+    Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
+    Mutant(A, "(float(total @ total) - n) / (n * (n - 1))", "float(total @ total) / n**2", (ORACLES,)),
+    Mutant(A, "(n * n - 3 * n + 1)", "(n * n - 3 * n + 2)", (ORACLES,)),
+    Mutant(A, "radial = float(moments.fourth) / (n - 1)", "radial = float(moments.fourth) / n", (ORACLES,)),
+    Mutant(A, "    sigma = scaled.values.sqrt()", "    sigma = scaled.values", (ORACLES,)),
+    Mutant(A, "value=(ratio.value - 1) * scale", "value=ratio.value / work.moments.width", (ORACLES,)),
+    Mutant(A, "zeta * trace / width * torch.eye", "zeta * torch.eye", (COVER, TRUTHS), "isoscore_star"),
+    Mutant(A, "(1 - keep**2) * square / width", "zeta**2 * square / width", (ORACLES,)),
+    Mutant(A, "bar.scaled(value**2)", "bar.scaled(value)", (COVER,), "stable_rank"),
+    Mutant(A, "TOLERATED_BIAS = 0.25", "TOLERATED_BIAS = 1e9", (COVER,), "biased_settings"),
+    Mutant(A, "rest = share * (2 * value / n) ** 2", "rest = 0.0", (COVER,), "white"),
+    Mutant(A, "degenerate = 2 * float(off.var()) / n**2", "degenerate = 0.0", (COVER,), "isotropic"),
+    Mutant("measures/spectrum.py", "GRAM_LIMIT = 1e-10", "GRAM_LIMIT = -1.0", (HOSTILE,)),
+    Mutant("measures/spectrum.py", "sigma.square() / (n - 1)", "sigma.square() / n", (ORACLES, TRUTHS, HOSTILE)),
+    Mutant("measures/partition.py", "(-along).logsumexp(dim=0)", "along.logsumexp(dim=0)", (ORACLES,)),
+    Mutant("measures/partition.py", "along.logsumexp(dim=0), ", "along.exp().sum(dim=0).log(), ", (HOSTILE,)),
+    Mutant("stats/moments.py", "self.count * other.count / count)", "self.count * other.count / count**2)", (STATES,)),
+    Mutant("stats/moments.py", "+ 4 * (self.third @ d)", "- 4 * (self.third @ d)", (STATES,)),
+    Mutant("stats/moments.py", "y_ND = wide - rough", "y_ND, rough = wide, 0 * rough", (STATES, HOSTILE)),
+    Mutant("stats/moments.py", "alpha=-n)", "alpha=0)", (STATES, HOSTILE)),
+    Mutant("stats/directions.py", "if float(low) < small or float(high) > large:", "if False:", (HOSTILE,)),
+    Mutant("stats/turns.py", "torch.rad2deg(angle.double())", "(180 - torch.rad2deg(angle.double()))", (ORACLES,)),
+    Mutant("stats/turns.py", "keep[:, :-2] & keep[:, 1:-1] & ", "keep[:, :-2] & ", (INVARIANCES, INPUTS, ORACLES)),
+    Mutant(
+        "stats/turns.py",
+        "torch.cat([self.tail, paths], dim=1)",
+        "torch.cat([paths[:, :0], paths], dim=1)",
+        (INPUTS, ORACLES),
+    ),
+    Mutant("stats/reservoir.py", "[: self.capacity]\n        after", "[-self.capacity :]\n        after", (STATES,)),
+    Mutant("stats/sketch.py", "shrinkage=self.shrinkage + delta)", "shrinkage=self.shrinkage)", (STATES,)),
+    Mutant(
+        "rows.py",
+        "return flat if self.keep is None else flat[self.keep.reshape(-1)]",
+        "return flat",
+        (INVARIANCES, INPUTS),
+    ),
+    Mutant("rows.py", "                _check_finite(chunk)\n", "", (HOSTILE,)),
+    Mutant(D, "FACCO_KEPT = 0.9 ", "FACCO_KEPT = 0.95 ", (ORACLES,)),
+    Mutant(D, "torch.arange(1, kept + 1,", "torch.arange(0, kept,", (ORACLES,)),
+    Mutant(D, "torch.arange(1 + left_out, 1 + left_out + kept,", "torch.arange(1, 1 + kept,", (ORACLES, TRUTHS)),
+    Mutant(D, "return (len(ratios) - 1) / total", "return len(ratios) / total", (ORACLES,)),
+    Mutant(D, "logs[:, : k - 1].mean(dim=1)", "logs[:, :k].mean(dim=1)", (ORACLES,)),
+    Mutant(D, "- (2 * n - 1) * total", "- 2 * n * total", (ORACLES,)),
+    Mutant(N, "<= own[:, None], torch.inf", "< own[:, None], torch.inf", (ORACLES,)),
+    Mutant(
+        N,
+        "for column in range(start, n, TILE_COLUMNS)",
+        "for column in range(start + TILE_ROWS, n, TILE_COLUMNS)",
+        (ORACLES,),
+    ),
+    Mutant(N, "self.allowance = 4 * (axes + 16) * FLOAT32_UNIT", "self.allowance = -1e-2", (ORACLES,)),
+    Mutant(
+        N,
+        "torch.linalg.vector_norm(centred.sub_(lead @ basis.T), dim=1)",
+        "2 * torch.linalg.vector_norm(centred.sub_(lead @ basis.T), dim=1)",
+        (ORACLES,),
+    ),
+    Mutant(
+        N,
+        "difference = self.rows[i].double().sub_(self.rows[j].double())\n        return",
+        "difference = self.rows[i].half().double().sub_(self.rows[j].half().double())\n        return",
+        (ORACLES,),
+    ),
+    Mutant(N, "            j.append(rows[a])", "            j.append(rows[a].roll(1))", (ORACLES,)),
+    Mutant(B, "(part + 0.0).contiguous()", "part.contiguous()", (HOSTILE,)),
+    Mutant(
+        B,
+        "equal = (rows[order[suspects]] == rows[order[suspects + 1]]).all(dim=1)",
+        "equal = torch.zeros(1)",
+        (HOSTILE,),
+    ),
+    Mutant(
+        U, "/ self.blocks * (len(influence) / self.n)", "/ self.blocks", (COVER,), "effective_rank_lambda or ordered"
+    ),
+    Mutant(U, "math.sqrt(length / n)", "1.0", (COVER,), "two_nn"),
+    Mutant(U, "/ math.sqrt(len(values))", "/ len(values)", (COVER,), "curvature"),
+    Mutant("estimate.py", "else stdtrit(self.dof, tail)", "else ndtri(tail)", (COVER,), "two_nn ml"),
+    Mutant(
+        C, "torch.where(square, 4.0, 2.0)", "torch.where(square, 1.0, 2.0)", (TRUTHS,), "curvature or circle or sphere"
+    ),
+    Mutant(C, "form2 = form2 - noise *", "form2 = form2 - 0 * noise *", (TRUTHS, ORACLES)),
+    Mutant(C, "scale = radius.reshape(-1) ** -4", "scale = radius.reshape(-1) ** -2", (TRUTHS,)),
+    Mutant(P, "(n - 1) / (n - 1 - rank)", "(n - 1) / (n - rank)", (ORACLES,)),
+    Mutant(P, "float(s.sum()) ** 2 / (size * total)", "float(s.square().sum()) / (size * total)", (ORACLES,)),
+    Mutant(
+        "measures/local.py",
+        "(values >= FUKUNAGA_OLSEN * values[:, :1])",
+        "(values >= FUKUNAGA_OLSEN)",
+        (ORACLES, INVARIANCES),
+    ),
+    Mutant(
+        "measures/local.py",
+        "variances.append(values / (local.shape[1] - 1))",
+        "variances.append(values / local.shape[1])",
+        (ORACLES,),
+    ),
+]
+
+
+def survives(mutant: Mutant) -> str | None:
+    """None if the tests noticed, else what went wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        target = copy / "anisoscope" / mutant.file
+        text = target.read_text()
+        if text.count(mutant.old) < 1:
+            return "the line to break is gone: the mutant must be rewritten"
+        target.write_text(text.replace(mutant.old, mutant.new))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests]
+        command += ["-k", mutant.only] if mutant.only else []
+        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if found.returncode == 1:
+        return None
+    return "survived" if found.returncode == 0 else f"pytest ended with {found.returncode}: {found.stdout[-300:]}"
+
+
+def main() -> int:
+    """Run all mutants, two at a time, and say which survived."""
+    wanted = [m for m in MUTANTS if len(sys.argv) < 2 or any(word in m.file + m.old for word in sys.argv[1:])]
+    left = 0
+    with ThreadPoolExecutor(2) as pool:
+        for at, (mutant, outcome) in enumerate(zip(wanted, pool.map(survives, wanted), strict=True), 1):
+            left += outcome is not None
+            mark = "caught  " if outcome is None else "SURVIVED"
+            print(
+                f"{at:3}/{len(wanted)} {mark} {mutant.file}: {mutant.old.strip()[:60]} -> {mutant.new.strip()[:50]}",
+                flush=True,
+            )
+            if outcome not in (None, "survived"):
+                print(f"        {outcome}")
+    print(f"{len(wanted) - left} of {len(wanted)} mutants caught")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
