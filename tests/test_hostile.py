@@ -149,14 +149,14 @@ REFERENCES = {
 }
 UNCENTRED = {"mean_cosine": oracles.mean_cosine, "partition_isotropy": oracles.partition_isotropy}
 
-# Float64 rows: the project promises 1e-6 and mostly has 1e-13; the maximum search inside the gride oracle stops at 1e-7.
+# Float64 rows: 1e-6 is promised, and mostly there are 1e-13; the search inside the gride oracle stops at 1e-7.
 # Float32 rows: squared quantities come from float32 products ("mixed"), whose rounding is 1e-5 at worst on a grid;
 # local covariances are promised to 1e-6 of the largest eigenvalue.
 TOLERANCE_64 = dict.fromkeys(CALLS, 1e-7) | {"gride": 1e-6, "curvature": 1e-6}
 TOLERANCE_32 = TOLERANCE_64 | dict.fromkeys(
     ["spectral_ratio", "stable_rank", "participation_ratio", "isoscore", "isoscore_star"], 1e-5
 )
-TOLERANCE_32 |= {"local_isotropy": 1e-5, "curvature": 1e-3, "turning_angle": 1e-6, "mean_cosine": 1e-6}
+TOLERANCE_32 |= {"local_isotropy": 1e-5, "curvature": 1e-3, "turning_angle": 1e-6, "mean_cosine": 1e-5}
 
 
 def outlier_dimension():
@@ -177,10 +177,10 @@ def rank_deficient():
     return (rng.integers(-64, 65, (N, 3)) @ rng.integers(-4, 5, (3, WIDTH))) * GRID * 8
 
 
-FEW = "local_isotropy local_pca_dimension curvature mle".split()  # these need K + 1 rows
-SPECTRAL = "spectral_ratio spectral_ratio_l1 stable_rank effective_rank effective_rank_lambda".split()
-RATIOS = "participation_ratio isoscore isoscore_star".split()
-GRAPH = "two_nn gride mle local_isotropy local_pca_dimension curvature".split()
+FEW = ["local_isotropy", "local_pca_dimension", "curvature", "mle"]  # these need K + 1 rows
+SPECTRAL = ["spectral_ratio", "spectral_ratio_l1", "stable_rank", "effective_rank", "effective_rank_lambda"]
+RATIOS = ["participation_ratio", "isoscore", "isoscore_star"]
+GRAPH = ["two_nn", "gride", "mle", "local_isotropy", "local_pca_dimension", "curvature"]
 
 # name: (rows, mean that was added to them, {measure: error}); whatever is not listed must give the right number.
 CASES = {
@@ -222,11 +222,7 @@ CASES = {
     ),
 }
 BROKEN = {
-    **{
-        ("outlier row", name, "float32"): "the bias correction cancels to nothing in float32 products"
-        for name in RATIOS
-    },
-    ("constant rows", "mean_cosine", "float32"): "unit vectors are summed in float32: 1e-6 is lost, 1e-7 is promised",
+    ("outlier row", name, "float32"): "the bias correction cancels to nothing in float32 products" for name in RATIOS
 }
 
 
@@ -245,7 +241,7 @@ def everything(estimate):
 
 
 def test_the_matrix_covers_every_public_measure():
-    assert {*table.measures(), "linearity"} == CALLS.keys() == REFERENCES.keys() | UNCENTRED.keys()
+    assert {*table.measure_names(), "linearity"} == CALLS.keys() == REFERENCES.keys() | UNCENTRED.keys()
 
 
 @pytest.mark.parametrize(("case", "name", "dtype"), list(matrix()))
@@ -318,9 +314,13 @@ def test_width_one(name, dtype):
         with pytest.raises(AnisoscopeError, match="a space that is filled has no normal"):
             an.curvature(cloud(width=1).astype(dtype))
         return
+    if name == "local_isotropy":
+        with pytest.raises(DegenerateError, match="width 1"):
+            an.local_isotropy(cloud(width=1).astype(dtype))
+        return
     found = CALLS[name](cloud(width=1).astype(dtype))
     assert math.isfinite(found.value)
-    if name in [*SPECTRAL, "participation_ratio", "local_pca_dimension", "local_isotropy"]:
+    if name in [*SPECTRAL, "participation_ratio", "local_pca_dimension"]:
         assert found.value == pytest.approx(1.0, rel=1e-6)
 
 
@@ -467,7 +467,6 @@ class TestDistances:
 
     @pytest.mark.parametrize("scale", [1e-30, 1e30])
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
-    @known_bug("squares of float32 coordinates over- and underflow at such scales, and then decide")
     def test_extreme_scales(self, dtype, scale):
         rows = cloud().astype(dtype)
         far = (rows * rows.dtype.type(scale)).astype(dtype)
@@ -542,7 +541,6 @@ class TestAngles:
         assert an.turning_angle(lines).value == pytest.approx(0.0, abs=1e-13)
         assert an.turning_angle(lines.astype(np.float32)).value == pytest.approx(0.0, abs=1e-5)
 
-    @known_bug("steps are squared in float32: angles of long steps read 0 with an error bar of 0.0, without a word")
     @pytest.mark.parametrize("scale", [1e30, 1e-30])
     def test_extreme_scales(self, scale):
         path = cloud().astype(np.float32)
@@ -563,6 +561,13 @@ class TestCosine:
         assert found.value == pytest.approx(oracles.mean_cosine(rows), abs=1e-6)
         assert found.stderr is not None and math.isfinite(found.stderr)
 
+    @known_bug(
+        "unit vectors are summed in float32: equal rows read up to 8e-6 off, or above one, where 1e-7 is promised"
+    )
+    def test_equal_rows_in_float32_read_one(self):
+        found = [an.mean_cosine(torch.full((n, 3), 0.1)).value for n in (10, 100, 400, 512, 5000)]
+        assert max(abs(value - 1) for value in found) < 5e-7
+
     @pytest.mark.parametrize("length", [1e-300, 1e-160, 1e160, 1e300])
     def test_lengths_in_float64(self, length):
         rows = cloud() + 0.5
@@ -579,7 +584,6 @@ class TestCosine:
 
 class TestLocal:
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
-    @known_bug("division by width - 1")
     def test_width_one_has_no_isoscore(self, dtype):
         with pytest.raises(DegenerateError):
             an.local_isotropy(cloud(width=1).astype(dtype), measure="isoscore", k=K)
@@ -588,7 +592,6 @@ class TestLocal:
         with pytest.raises(TooFewRowsError, match="got 2"):
             an.local_pca_dimension(cloud(2))
 
-    @known_bug("the search for a dimension asks for k=0 neighbours of one row, and blames the option k")
     def test_curvature_of_too_few_rows(self):
         with pytest.raises(TooFewRowsError, match="got 1"):
             an.curvature(cloud(1))
@@ -596,12 +599,12 @@ class TestLocal:
 
 DIMENSION = 8
 ESTIMATORS = {
-    "two_nn facco": lambda rows, **options: an.two_nn(rows, **options),
+    "two_nn facco": an.two_nn,
     "two_nn ml": lambda rows, **options: an.two_nn(rows, variant="ml", **options),
     "two_nn shape_of_learning": lambda rows, **options: an.two_nn(rows, variant="shape_of_learning", **options),
-    "mle": lambda rows, **options: an.mle(rows, **options),
-    "gride": lambda rows, **options: an.gride(rows, **options),
-    "local_pca_dimension": lambda rows, **options: an.local_pca_dimension(rows, **options),
+    "mle": an.mle,
+    "gride": an.gride,
+    "local_pca_dimension": an.local_pca_dimension,
 }
 LOCAL = {
     "curvature": lambda rows, **options: an.curvature(rows, dimension=2, **options),
@@ -610,35 +613,36 @@ LOCAL = {
 
 
 @pytest.fixture(scope="module")
-def torus():
-    return manifolds.flat_torus(3000, DIMENSION, width=24, seed=0)
+def ball():
+    """Flat, so that local PCA sees its dimension too; near the edge the others read up to a fifth low."""
+    return manifolds.ball(3000, DIMENSION, width=24, seed=0)
 
 
 @pytest.fixture(scope="module")
-def clean(torus):
-    return {name: call(torus) for name, call in ESTIMATORS.items()}
+def clean(ball):
+    return {name: call(ball) for name, call in ESTIMATORS.items()}
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 class TestDuplicates:
     @pytest.mark.parametrize("share", [0.1, 0.5])
-    def test_copies_do_not_move_a_dimension(self, torus, clean, name, share):
+    def test_copies_do_not_move_a_dimension(self, ball, clean, name, share):
         """Copies anywhere: as the clean cloud within 10 %. Copies at the end: the same rows in the same order."""
-        copies = int(share * len(torus))
-        picks = torch.randperm(len(torus), generator=torch.Generator().manual_seed(1))[:copies]
-        rows = torch.cat([torus, torus[picks]])
+        copies = int(share * len(ball))
+        picks = torch.randperm(len(ball), generator=torch.Generator().manual_seed(1))[:copies]
+        rows = torch.cat([ball, ball[picks]])
         found = ESTIMATORS[name](rows)
         assert found.value == clean[name].value
-        assert found.n == len(torus)
+        assert found.n == len(ball)
         assert any(f"{copies:,} of {len(rows):,} rows were exact copies" in note for note in found.notes)
         mixed = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(2))]
         assert ESTIMATORS[name](mixed).value == pytest.approx(clean[name].value, rel=0.1)
         assert clean[name].value == pytest.approx(DIMENSION, rel=0.25)  # a cloud of that dimension, not of its width
 
-    def test_keep_never_gives_nan(self, torus, name):
+    def test_keep_never_gives_nan(self, ball, name):
         """With every row twice no row has a ratio; with one row copied often, its own neighbourhood is a point."""
-        one_often = torch.cat([torus[:600], torus[:1].expand(200, -1)])
-        for rows in (torch.cat([torus[:600], torus[:60]]), torch.cat([torus[:300], torus[:300]]), one_often):
+        one_often = torch.cat([ball[:600], ball[:1].expand(200, -1)])
+        for rows in (torch.cat([ball[:600], ball[:60]]), torch.cat([ball[:300], ball[:300]]), one_often):
             try:
                 found = ESTIMATORS[name](rows, duplicates="keep")
             except DegenerateError as error:
@@ -648,15 +652,15 @@ class TestDuplicates:
             assert found.value > 0
             assert found.n == len(rows)
 
-    def test_error_names_the_rows(self, torus, name):
-        rows = torus[:200].clone()
+    def test_error_names_the_rows(self, ball, name):
+        rows = ball[:200].clone()
         rows[12], rows[150] = rows[7], rows[7]
-        with pytest.raises(DuplicateRowsError, match=r"^2 of 200 rows .*rows 12 and 150;"):
+        with pytest.raises(DuplicateRowsError, match=r"^2 of 200 rows .*rows 12 and 150\b"):
             ESTIMATORS[name](rows, duplicates="error")
-        assert math.isfinite(ESTIMATORS[name](torus[:200], duplicates="error").value)
+        assert math.isfinite(ESTIMATORS[name](ball[:200], duplicates="error").value)
 
-    def test_both_zeros_are_one_value(self, torus, name):
-        rows = torus[:200].clone()
+    def test_both_zeros_are_one_value(self, ball, name):
+        rows = ball[:200].clone()
         rows[:, 0] = 0.0
         copies = rows[:20].clone()
         copies[:, 0] = -0.0
@@ -665,17 +669,17 @@ class TestDuplicates:
             assert found.n == 200
             assert any("20 of 220 rows were exact copies" in note for note in found.notes)
 
-    def test_all_rows_equal(self, torus, name):
-        for x in (torus[:1].expand(200, -1), torch.zeros(200, 24)):
+    def test_all_rows_equal(self, ball, name):
+        for x in (ball[:1].expand(200, -1), torch.zeros(200, 24)):
             with pytest.raises(TooFewRowsError, match="distinct rows, got 1"):
                 ESTIMATORS[name](x)
             with pytest.raises(DuplicateRowsError, match="rows 1, 2, 3, 4, 5 and 194 more"):
                 ESTIMATORS[name](x, duplicates="error")
 
-    def test_all_rows_equal_and_kept(self, request, torus, name):
+    def test_all_rows_equal_and_kept(self, request, ball, name):
         if name == "local_pca_dimension":
             request.applymarker(known_bug("a neighbourhood that is one point reads as one axis, of rounding noise"))
-        for x in (torus[:1].expand(200, -1), torch.zeros(200, 24)):
+        for x in (ball[:1].expand(200, -1), torch.zeros(200, 24)):
             with pytest.raises(DegenerateError):
                 ESTIMATORS[name](x, duplicates="keep")
 
@@ -688,29 +692,21 @@ class TestLocalDuplicates:
         assert found == LOCAL[name](rows) or found.value == LOCAL[name](rows).value
         assert any("40 of 440 rows were exact copies" in note for note in found.notes)
 
-    @known_bug("neighbourhoods of copies: warnings of k-means, NaN in an Estimate, curvature of 1e38")
-    @pytest.mark.parametrize("rows", [np.zeros((200, WIDTH)), cloud(1).repeat(200, axis=0), cloud(4).repeat(100, axis=0)])
+    @pytest.mark.parametrize(
+        "rows", [np.zeros((200, WIDTH)), cloud(1).repeat(200, axis=0), cloud(4).repeat(100, axis=0)]
+    )
     def test_points_without_extent_are_refused(self, name, rows):
         with pytest.raises(DegenerateError):
             LOCAL[name](rows, duplicates="keep")
 
 
-def test_error_counts_copies_as_they_came_before_the_mask():
+def test_a_message_about_copies_says_how_it_counts():
+    """Row 60 of the input, number 50 of those that the mask keeps."""
     rows = cloud(100)
     rows[60] = rows[50]
     mask = np.ones(100, dtype=bool)
     mask[:10] = False
-    with pytest.raises(DuplicateRowsError, match="row"):
-        an.two_nn(rows, mask=mask, duplicates="error")
-
-
-@known_bug("copies are numbered among the kept rows (and, from a stream, among the sampled ones), and nothing says so")
-def test_the_row_named_as_a_copy_is_one():
-    rows = cloud(100)
-    rows[60] = rows[50]
-    mask = np.ones(100, dtype=bool)
-    mask[:10] = False
-    with pytest.raises(DuplicateRowsError, match="row 60;"):
+    with pytest.raises(DuplicateRowsError, match=r"row 60\b|row 50 \(counted among the kept rows\)"):
         an.two_nn(rows, mask=mask, duplicates="error")
 
 

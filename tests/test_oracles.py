@@ -18,7 +18,7 @@ import anisoscope as an
 from anisoscope.errors import DuplicateRowsError, OptionError, UnknownNameError
 from anisoscope.measures import base
 from anisoscope.measures.neighbors import Plan, choose_plan, nearest_neighbors
-from anisoscope.measures.table import measures
+from anisoscope.measures.table import measure_names
 from anisoscope.stats.moments import Moments
 from anisoscope.theory.manifolds import flat_torus, gaussian
 
@@ -366,12 +366,12 @@ def agree(got, want, rtol, atol=0.0):
 
 
 def test_the_list_of_measures_can_be_asked_for_twice():
-    """``measures`` is a function of the package and a package in it; importing the one must not hide the other."""
-    assert an.measures() == an.measures() == measures()
+    """A function named like a package below it would be hidden by the first import of that package."""
+    assert an.measure_names() == an.measure_names() == measure_names()
 
 
 def test_every_registered_measure_has_a_case():
-    assert {case.measure for case in CASES} == set(measures())
+    assert {case.measure for case in CASES} == set(measure_names())
 
 
 @pytest.mark.parametrize(
@@ -676,6 +676,20 @@ def test_few_anchors_are_a_sample_of_all_neighbourhoods(seed):
     agree(an.local_pca_dimension(X, k=12, anchors=7), np.mean(counts), EXACT)
 
 
+def test_threads_do_not_show_in_local_frames():
+    """The tests run on one thread; with two, neighbourhoods are shared out between them."""
+    X = draw("generic", 0)
+    alone = an.local_tangents(X, dimension=2, k=12)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        shared = an.local_tangents(X, dimension=2, k=12)
+    finally:
+        torch.set_num_threads(threads)
+    np.testing.assert_allclose(shared.variances, alone.variances, rtol=1e-10)
+    np.testing.assert_allclose(shared.tangents.abs(), alone.tangents.abs(), atol=1e-7)
+
+
 # --- Several at once -------------------------------------------------------------------------------------------------
 
 SMALL_OPTIONS = {
@@ -690,7 +704,7 @@ SMALL_OPTIONS = {
 @pytest.mark.parametrize("data", ALWAYS)
 def test_measure_gives_the_single_calls_bit_for_bit_in_any_order(data, seed):
     X = draw(data, seed)
-    usable = [name for name in measures() if len(X) > 20 or name not in ("curvature", "participation_ratio")]
+    usable = [name for name in measure_names() if len(X) > 20 or name not in ("curvature", "participation_ratio")]
     single = {name: getattr(an, name)(X, **SMALL_OPTIONS.get(name, {})) for name in usable}
     rng = np.random.default_rng(seed)
     for order in (usable, usable[::-1], rng.permutation(usable).tolist()):
@@ -703,7 +717,7 @@ def test_measure_gives_the_single_calls_bit_for_bit_in_any_order(data, seed):
 def test_measure_of_float32_rows_agrees_with_the_single_calls(seed):
     """Alone, a measure may multiply in float32; beside one that needs float64 it shares the better product."""
     X = draw("generic", seed).astype(np.float32)
-    together = an.measure(X, {name: SMALL_OPTIONS.get(name, {}) for name in measures()})
+    together = an.measure(X, {name: SMALL_OPTIONS.get(name, {}) for name in measure_names()})
     for name, got in together.items():
         agree(got, getattr(an, name)(X, **SMALL_OPTIONS.get(name, {})), 5e-5)
 
@@ -739,7 +753,7 @@ def test_a_registered_measure_stands_beside_the_others():
         return an.Estimate(value=float(norms.max()) ** power, stderr=None, n=work.n, method="largest norm")
 
     try:
-        assert "largest_norm" in measures()
+        assert "largest_norm" in measure_names()
         found = an.measure(X, {"largest_norm": {"power": 2.0}, "two_nn": {}})
         agree(found["largest_norm"], (X**2).sum(axis=1).max(), EXACT)
         assert found["two_nn"] == an.two_nn(X)
@@ -747,7 +761,7 @@ def test_a_registered_measure_stands_beside_the_others():
             an.register("largest_norm", an.Needs())(largest_norm)
     finally:
         an.unregister("largest_norm")
-    assert "largest_norm" not in measures()
+    assert "largest_norm" not in measure_names()
     with pytest.raises(UnknownNameError):
         an.measure(X, "largest_norm")
     with pytest.raises(UnknownNameError):

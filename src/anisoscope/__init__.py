@@ -29,7 +29,7 @@ _HOMES = {
         "stable_rank",
     ),
     "anisoscope.measures.base": ("Needs", "Workspace", "register", "unregister"),
-    "anisoscope.measures.table": ("measure", "measures"),
+    "anisoscope.measures.table": ("measure", "measure_names"),
     "anisoscope.measures.curvature": ("curvature",),
     "anisoscope.measures.dimension": ("gride", "mle", "two_nn"),
     "anisoscope.measures.local": ("local_isotropy", "local_pca_dimension", "local_tangents"),
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from anisoscope.measures.paths import linearity as linearity
     from anisoscope.measures.paths import turning_angle as turning_angle
     from anisoscope.measures.table import measure as measure
-    from anisoscope.measures.table import measures as measures
+    from anisoscope.measures.table import measure_names as measure_names
     from anisoscope.stats.counts import BinMoments as BinMoments
     from anisoscope.stats.moments import Moments as Moments
     from anisoscope.stats.reservoir import Reservoir as Reservoir

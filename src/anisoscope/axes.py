@@ -20,10 +20,10 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Num
 from torch import Tensor
 
-Matrix: TypeAlias = Float[Tensor, "... d"] | Float[np.ndarray, "... d"]
+Matrix: TypeAlias = Num[Tensor, "... _"] | Num[np.ndarray, "... _"]
 """Rows in memory or in a file: the last axis is the width, the others are flattened into rows."""
 
 RowsLike: TypeAlias = Matrix | Iterable[Matrix]

@@ -68,9 +68,9 @@ def demo(
 def measures() -> None:
     """List the measures with one line on each."""
     import anisoscope
-    from anisoscope.measures.table import measures as names
+    from anisoscope.measures.table import measure_names
 
-    for name in (*names(), "linearity"):
+    for name in (*measure_names(), "linearity"):
         function = getattr(anisoscope, name)
         typer.echo(f"{name:<24}{(function.__doc__ or '').strip().splitlines()[0]}")
 

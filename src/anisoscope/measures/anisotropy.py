@@ -88,7 +88,10 @@ def _spectral_ratio_l1(work: Workspace) -> Estimate:
     value = float(sigma[0]) / total
     slope = -value / total * torch.ones_like(sigma)
     slope[0] += 1 / total
-    bias = -value / total * _root_bias(found, work.n - 1)
+    first = top(work)
+    # d(sigma) = d(lambda) / (2 sigma) - d(lambda)^2 / (8 sigma^3), and lambda_1 scatters by 2 lambda_1^2 / m.
+    first_bias = first.first_bias(work.n - 1) / (2 * first.first**0.5) - first.first**0.5 / (4 * (work.n - 1))
+    bias = (first_bias - value * _root_bias(found, work.n - 1)) / total
     return _spectral_estimate(work, found, value, _over_root(slope, sigma), bias, "sigma_1 / sum sigma")
 
 
@@ -144,9 +147,9 @@ def _effective_rank_lambda(work: Workspace) -> Estimate:
 def participation_ratio(rows: RowsLike, *, mask: MaskLike = None, bias: Bias = "corrected") -> Estimate:
     """``tr(S)^2 / ||S||_F^2``: how many directions of equal variance would spread the same. Range 1 to D.
 
-    White data of n rows read ``1/(1/D + 1/(n-1))`` from the plain formula; "corrected" divides the unbiased estimates
-    of ``(tr S)^2`` and ``tr S^2`` for rows of any distribution, so that it may exceed D by chance. "plugin" is the
-    plain formula. No eigendecomposition.
+    White data of n rows read about ``1/(1/D + 1/(n-1))`` from the plain formula; "corrected" divides the unbiased
+    estimates of ``(tr S)^2`` and ``tr S^2`` for rows of any distribution, so that it may exceed D by chance. "plugin"
+    is the plain formula. No eigendecomposition.
     """
     return run("participation_ratio", rows, mask, bias=bias)
 
@@ -278,19 +281,20 @@ def _mean_cosine(work: Workspace) -> Estimate:
 def _trace_squares(moments: Moments, bias: Bias) -> tuple[float, float]:
     """Estimates of ``(tr Sigma)^2`` and ``tr Sigma^2``: plain, or unbiased for any distribution (Himeno and Yamada)."""
     n, s = moments.count, moments.covariance()
-    trace2, frobenius = float(s.trace()) ** 2, float(s.square().sum())
+    unit = float(s.trace())  # in units of the trace, whose fourth power could overflow
+    frobenius = float((s / unit).square().sum())
     if bias == "plugin":
-        return trace2, frobenius
-    radial = float(moments.fourth) / (n - 1)
+        return unit**2, frobenius * unit**2
+    radial = float(moments.fourth / unit**2) / (n - 1)
     scale = (n - 1) / (n * (n - 2) * (n - 3))
-    square = scale * (2 * frobenius + (n * n - 3 * n + 1) * trace2 - n * radial)
-    frobenius = scale * ((n - 1) * (n - 2) * frobenius + trace2 - n * radial)
-    if not (frobenius > 1e-12 * trace2 and square > 0):
+    square = scale * (2 * frobenius + (n * n - 3 * n + 1) - n * radial)
+    frobenius = scale * ((n - 1) * (n - 2) * frobenius + 1 - n * radial)
+    if not (frobenius > 1e-12 and square > 0):
         raise TooFewRowsError(
             f'{n} rows are too few to correct the bias: the estimate of tr(S^2) is not positive; bias="plugin" '
             "gives the uncorrected number"
         )
-    return square, frobenius
+    return square * unit**2, frobenius * unit**2
 
 
 def _ratio_bar(work: Workspace, value: float) -> Bar | None:
@@ -328,8 +332,8 @@ def _unless_biased(bar: Bar | None, bias: float, why: str) -> tuple[Bar | None, 
     if bar is None or abs(bias) <= TOLERATED_BIAS * bar.stderr:
         return bar, ()
     return None, (
-        f"no error bar: {why}, and the small-sample bias (about {bias:+.2g}) outweighs the sampling error "
-        f"({bar.stderr:.2g}); more rows would help",
+        f"no error bar: {why}, and the small-sample bias (about {bias:+.2g}) is too large beside the sampling error "
+        f"({bar.stderr:.2g}) for an interval to cover; more rows would help",
     )
 
 

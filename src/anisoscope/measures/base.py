@@ -6,7 +6,7 @@ measures, and keeps one set of moments, one sample for error bars and one neighb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -32,13 +32,11 @@ from anisoscope.rows import CHUNK_ROWS, Rows, as_rows
 from anisoscope.stats.directions import Directions
 from anisoscope.stats.moments import Moments, Precision
 from anisoscope.stats.reservoir import Reservoir
+from anisoscope.stats.stretches import Stretches
 from anisoscope.stats.turns import Turns
 
 CLOUD_ROWS = 65_536
 """Rows kept from a file or stream for the measures that must hold points in memory (neighbours, local geometry)."""
-
-ERROR_ROWS = 4_096
-"""Rows kept from a file or stream for error bars alone."""
 
 Duplicates = Literal["drop", "keep", "error"]
 
@@ -127,7 +125,8 @@ class Workspace:
         """A few thousand rows in blocks, from which error bars of smooth measures are estimated."""
         if self._scan.resident is not None:
             return spread_runs(self._scan.resident, self.n)
-        return ErrorRows.from_sample(self._scan.sample(), self.n)
+        assert self._scan.stretches is not None
+        return ErrorRows.from_stretches(self._scan.stretches)
 
     def points(self, duplicates: Duplicates = "drop") -> Points:
         """Rows in memory after the named treatment of exact copies."""
@@ -170,6 +169,7 @@ class _Scan:
         self.turns = Turns.empty()
         self.resident: Tensor | None = None
         self.reservoir: Reservoir | None = None
+        self.stretches: Stretches | None = None
         if rows.resident:
             # Sums over all rows show afterwards whether every one was finite; without sums, look before.
             summed = needs.moments is not None or needs.directions
@@ -179,24 +179,29 @@ class _Scan:
                 self._update(part, needs)
             if summed and not self._finite():
                 rows.tensor(check=True)  # names the rows
-                raise NonFiniteError("the rows are finite, but their squares overflow; divide them by a constant first")
             if needs.turns:
                 for chunk in rows.chunks():
                     self.turns = self.turns.update(chunk)
         else:
             self._read(rows, needs, seed)
+        if not self._finite():
+            raise NonFiniteError("the rows are finite, but powers of them overflow; divide them by a constant first")
         if self.count == 0:
             raise EmptyInputError("no row is left to measure" + (" after the mask" if rows.mask is not None else ""))
 
     def _read(self, rows: Rows, needs: Needs, seed: int) -> None:
-        capacity = CLOUD_ROWS if needs.points or needs.neighbors else ERROR_ROWS
         for chunk in rows.chunks():
             kept = chunk.rows
-            if self.reservoir is None:
+            width, device = kept.shape[1], kept.device
+            if self.stretches is None:
                 self._begin(kept, needs)
                 dtype = torch.float64 if kept.dtype == torch.float64 else torch.float32
-                self.reservoir = Reservoir.empty(capacity, kept.shape[1], seed=seed, dtype=dtype, device=kept.device)
-            self.reservoir = self.reservoir.update(kept)
+                self.stretches = Stretches.empty(width, dtype, device)
+                if needs.points or needs.neighbors:
+                    self.reservoir = Reservoir.empty(CLOUD_ROWS, width, seed=seed, dtype=dtype, device=device)
+            self.stretches = self.stretches.update(kept)
+            if self.reservoir is not None:
+                self.reservoir = self.reservoir.update(kept)
             self._update(kept, needs)
             if needs.turns:
                 self.turns = self.turns.update(chunk)
@@ -237,7 +242,8 @@ def _treat_copies(points: Points, duplicates: Duplicates) -> Points:
         return points
     if duplicates == "error":
         raise DuplicateRowsError(
-            f"{len(copies):,} of {points.n:,} rows are exact copies of earlier ones: {name_rows(copies.tolist())}; "
+            f"{len(copies):,} of {points.n:,} rows are exact copies of earlier ones: {name_rows(copies.tolist())} "
+            "(counted among the kept rows); "
             'duplicates="drop" measures one of each'
         )
     note = f"{len(copies):,} of {points.n:,} rows were exact copies of earlier ones and were dropped"
@@ -315,7 +321,15 @@ def unregister(name: str) -> None:
 def run(name: str, rows: Any, mask: Any, seed: int = 0, **options: Any) -> Estimate:
     """One measure over its own workspace: the body of every public function."""
     entry = _TABLE[name]
-    return entry.compute(Workspace(as_rows(rows, mask), entry.needs(**options), seed), **options)
+    return compute(entry, Workspace(as_rows(rows, mask), entry.needs(**options), seed), options)
+
+
+def compute(entry: Measure, work: Workspace, options: Mapping[str, Any]) -> Estimate:
+    """One measure over a workspace; where it has no error bar, some note must say why."""
+    found = entry.compute(work, **options)
+    if found.stderr is None and not any("no error bar" in note for note in found.notes):
+        return with_notes(found, ("no error bar: too few independent blocks of rows to tell their spread",))
+    return found
 
 
 def with_notes(estimate: Estimate, notes: Iterable[str]) -> Estimate:

@@ -17,6 +17,7 @@ from anisoscope.measures.local import local_frames, neighborhoods, side_by_side
 from anisoscope.measures.uncertainty import Bar, fields, mean_bar
 
 MIN_K = 64
+ROUNDING = 1e-7  # normal parts below this share of the tangent ones are rounding: the root of a Gram matrix's error
 ROWS_PER_COEFFICIENT = 3  # a fit with fewer rows than this for each coefficient follows noise
 
 
@@ -28,6 +29,7 @@ def curvature(
     k: int | None = None,
     anchors: int | None = None,
     duplicates: Duplicates = "drop",
+    seed: int = 0,
 ) -> Estimate:
     """Size of the second fundamental form II, root mean square over neighbourhoods.
 
@@ -38,9 +40,9 @@ def curvature(
 
     The noise of the fitted coefficients is taken off the squares; what remains is a bias of order (radius/R)^2, which
     the error bar, over neighbourhoods, does not contain. ``dimension`` defaults to the rounded maximum-likelihood
-    dimension of the same neighbourhoods, ``k`` to 64 or three rows for each coefficient, whichever is more.
+    dimension of 256 neighbourhoods of 20 rows, ``k`` to 64 or three rows for each coefficient, whichever is more.
     """
-    return run("curvature", rows, mask, dimension=dimension, k=k, anchors=anchors, duplicates=duplicates)
+    return run("curvature", rows, mask, seed, dimension=dimension, k=k, anchors=anchors, duplicates=duplicates)
 
 
 @register("curvature", lambda **_: Needs(points=True))
@@ -69,7 +71,8 @@ def _curvature(
             "give a smaller dimension or k"
         )
     found = neighborhoods(points.rows, size, side_by_side(points.n, size, anchors, most=256), work.seed)
-    fit = fit_quadratic(local_frames(points.rows, found, d).coordinates.double(), d)
+    # float64: the normal part of a small neighbourhood is far below the float32 rounding of its Gram matrix
+    fit = fit_quadratic(local_frames(points.rows, found, d, torch.float64).coordinates, d)
     over = f"{len(found.anchors)} neighbourhoods"
     value, bar, notes = _root_mean(fit.form2, over, "|II|")
     mean_value, mean_bar_, mean_notes = _root_mean(fit.mean2, over, "the mean curvature")
@@ -126,11 +129,13 @@ def fit_quadratic(coordinates: Float[Tensor, "m k1 j"], dimension: int) -> Quadr
     trace = 2 * quadratic[:, square].sum(dim=1)
     mean2 = trace.square().sum(dim=1) - 4 * noise * spread[:, square][:, :, square].sum(dim=(1, 2))
     others = about_anchor.shape[1] - 1
+    normal2, tangent2 = normal.square().sum(dim=(1, 2)) / others, t.square().sum(dim=(1, 2)) / others
+    flat = normal2 <= ROUNDING**2 * tangent2
     return QuadraticFit(
-        form2 * scale,
-        mean2 * scale / dimension**2,
-        normal.square().sum(dim=(1, 2)) / others,
-        t.square().sum(dim=(1, 2)) / others,
+        torch.where(flat, 0.0, form2 * scale),
+        torch.where(flat, 0.0, mean2 * scale / dimension**2),
+        normal2,
+        tangent2,
     )
 
 
@@ -143,12 +148,12 @@ def _design(t: Float[Tensor, "m k1 d"]) -> tuple[Float[Tensor, "m k1 q"], list[t
 
 
 def _root_mean(squares: Tensor, over: str, name: str) -> tuple[float, Bar | None, tuple[str, ...]]:
-    """Root of a mean of noise-corrected squares; zero, without a bar, where the noise outweighs the signal."""
+    """Root of a mean of noise-corrected squares; without a bar where it is not told apart from zero."""
     mean = float(squares.mean())
     bar = mean_bar(squares, over)
     if mean <= 0 or (bar is not None and mean < 2 * bar.stderr):
         limit = "" if bar is None else f"; below {math.sqrt(max(mean, 0.0) + 2 * bar.stderr):.3g} at 95 %"
-        return math.sqrt(max(mean, 0.0)), None, (f"{name} is not told apart from zero{limit}",)
+        return math.sqrt(max(mean, 0.0)), None, (f"no error bar: {name} is not told apart from zero{limit}",)
     value = math.sqrt(mean)
     return value, None if bar is None else bar.scaled(1 / (2 * value)), ()
 
@@ -161,6 +166,8 @@ def _ratio(numerator: Tensor, denominator: Tensor, over: str) -> tuple[float, Ba
 
 def _dimension(rows: Tensor, seed: int) -> int:
     """The pooled maximum-likelihood dimension of some neighbourhoods of 20 rows, rounded, at least 1."""
+    if len(rows) < 3:
+        raise TooFewRowsError(f"curvature needs neighbourhoods of several distinct rows, got {len(rows)} rows in all")
     found = neighborhoods(rows, min(20, len(rows) - 1), 256, seed)
     logs = found.distances.log()
     inverse = float((logs[:, -1:] - logs[:, :-1]).mean())

@@ -1,7 +1,8 @@
 """Intrinsic dimension from ratios of neighbour distances.
 
-All of these read low above about fifteen dimensions, since no affordable number of rows fills such a space; the curve
-is in docs/measures.md. Error bars come from disjoint subsamples, because neighbours are shared between rows.
+All of these are biased above about ten dimensions, since no affordable number of rows fills such a space: clouds with
+an edge (a ball) read low, closed ones (a flat torus) high. The curves are in docs/measures.md. Error bars come from
+disjoint subsamples, because neighbours are shared between rows.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def two_nn(
     variant: Variant = "facco",
     duplicates: Duplicates = "drop",
     batch_rows: int | None = None,
+    seed: int = 0,
 ) -> Estimate:
     """Dimension d from ``mu_i = r_2 / r_1``, whose law is ``P(mu > t) = t^-d`` wherever density is locally even.
 
@@ -51,7 +53,7 @@ def two_nn(
     zero from its nearest has no ratio and is left out; "error" refuses. ``batch_rows`` cuts the rows into consecutive
     batches of at least that many and returns the mean over batches, with the standard deviation over them as a part.
     """
-    return run("two_nn", rows, mask, variant=variant, duplicates=duplicates, batch_rows=batch_rows)
+    return run("two_nn", rows, mask, seed, variant=variant, duplicates=duplicates, batch_rows=batch_rows)
 
 
 def _two_nn_needs(variant: Variant = "facco", duplicates: Duplicates = "drop", batch_rows: int | None = None) -> Needs:
@@ -89,14 +91,15 @@ def _over_batches(points: Points, fit: Callable[[Tensor, int], float], batch_row
     batches = points.n // batch_rows
     if batches < 1:
         raise TooFewRowsError(f"one batch needs {batch_rows:,} rows, got {points.n:,}")
-    values = torch.tensor([_two_nn_of(part, variant) for part in points.rows.tensor_split(batches)])
+    each = [_two_nn_of(part, variant) for part in points.rows.tensor_split(batches)]
+    values = torch.tensor(each, dtype=torch.float64)
     over = f"{batches} batches of {points.n // batches:,} rows or more"
     bar = mean_bar(values, over)
     parts = {}
     if batches > 1:
-        spread = float(values.double().std(correction=1))
+        spread = float(values.std(correction=1))
         parts["sd over batches"] = Estimate(value=spread, stderr=None, n=batches, method="standard deviation")
-    mean = float(values.double().mean())
+    mean = float(values.mean())
     method = f"TwoNN, {variant}, mean over {over}"
     return Estimate(value=mean, n=points.n, method=method, notes=points.notes, parts=parts, **fields(bar))
 
@@ -174,6 +177,7 @@ def mle(
     k: int | tuple[int, int] = 20,
     pooling: Pooling = "pooled",
     duplicates: Duplicates = "drop",
+    seed: int = 0,
 ) -> Estimate:
     """Levina and Bickel's maximum-likelihood dimension from the k nearest neighbours of every row.
 
@@ -181,11 +185,11 @@ def mle(
     "mean" is ``mean_i 1/m_i`` as first published, which reads high by (k-1)/(k-2). A pair ``k=(first, last)`` averages
     the estimates over that range of k.
     """
-    return run("mle", rows, mask, k=k, pooling=pooling, duplicates=duplicates)
+    return run("mle", rows, mask, seed, k=k, pooling=pooling, duplicates=duplicates)
 
 
 def _k_range(k: int | tuple[int, int]) -> range:
-    first, last = (k, k) if isinstance(k, int) else k
+    first, last = k if isinstance(k, tuple | list) else (int(k), int(k))
     if not 2 <= first <= last:
         raise OptionError(f"k must be at least 2, and a range must not descend; got {k}")
     return range(first, last + 1)
@@ -247,6 +251,7 @@ def gride(
     mask: MaskLike = None,
     scales: Sequence[int] | None = None,
     duplicates: Duplicates = "drop",
+    seed: int = 0,
 ) -> Estimate:
     """Dimension against scale from ``mu = r_2n / r_n`` (Denti et al. 2022).
 
@@ -255,7 +260,7 @@ def gride(
     ``two_nn(variant="ml")``. ``value`` is the dimension at the first scale; ``parts`` holds every scale, and the mean
     distance to the 2n-th neighbour, which is where on the data that scale lies.
     """
-    return run("gride", rows, mask, scales=scales, duplicates=duplicates)
+    return run("gride", rows, mask, seed, scales=scales, duplicates=duplicates)
 
 
 def _gride_needs(scales: Sequence[int] | None = None, duplicates: Duplicates = "drop") -> Needs:

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.axes import MaskLike, RowsLike
-from anisoscope.errors import OptionError, TooFewRowsError, choose
+from anisoscope.errors import DegenerateError, OptionError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
 from anisoscope.measures import anisotropy  # noqa: F401 - enters the measures that are looked up below
 from anisoscope.measures.base import Duplicates, Needs, Points, Workspace, lookup, register, run
@@ -88,26 +88,51 @@ def neighborhoods(rows: Float[Tensor, "n d"], k: int, anchors: int, seed: int = 
     return Neighborhoods(picks, torch.cat([picks[:, None], found.indices], dim=1), found.distances)
 
 
-def local_frames(rows: Float[Tensor, "n d"], found: Neighborhoods, dimension: int) -> LocalFrames:
+def local_frames(
+    rows: Float[Tensor, "n d"], found: Neighborhoods, dimension: int, dtype: torch.dtype | None = None
+) -> LocalFrames:
     """Local PCA through the Gram matrix of each neighbourhood, which is small where the width is large.
 
-    Members are centred in the rows' own precision (float32 at least), products summed in float64 by the decomposition:
-    variances are good to about 1e-6 of the largest for float32 rows, 1e-13 for float64 rows.
+    Members are centred and multiplied in ``dtype`` (by default the rows' own, float32 at least) and decomposed in
+    float64: variances are good to about 1e-6 of the largest in float32, 1e-13 in float64.
     """
     tangents, variances, coordinates = [], [], []
     for members in found.members.split(BATCH_ANCHORS):
         local = rows[members]
-        local = local if local.dtype == torch.float64 else local.float()
+        local = local.to(dtype or torch.promote_types(local.dtype, torch.float32))
         local = local - local.mean(dim=1, keepdim=True)
+        unit = local.abs().amax(dim=(1, 2), keepdim=True)
+        if not bool((unit > 0).all()):
+            raise DegenerateError("a neighbourhood holds copies of one row only: it has no shape; drop duplicates")
+        local = local / unit  # squares stay in range whatever the scale of the rows
         values, vectors = _batched_eigh(torch.bmm(local, local.transpose(1, 2)))
         rank = min(local.shape[1] - 1, local.shape[2])
         values, vectors = values.flip(1)[:, :rank].clamp_min(0), vectors.flip(2)[:, :, :rank]
         length = values.sqrt()
-        lead = vectors[:, :, :dimension] / length[:, None, :dimension].clamp_min(1e-300)
-        tangents.append(torch.bmm(local.transpose(1, 2), lead.to(local.dtype)))
-        variances.append(values / (local.shape[1] - 1))
-        coordinates.append(vectors * length[:, None, :])
+        tangents.append(_orthonormal(torch.bmm(local.transpose(1, 2), vectors[:, :, :dimension].to(local.dtype))))
+        size = unit.double()
+        variances.append(values * size[:, :, 0].square() / (local.shape[1] - 1))
+        coordinates.append(vectors * (length[:, None, :] * size))
     return LocalFrames(torch.cat(tangents), torch.cat(variances), torch.cat(coordinates), found)
+
+
+def _orthonormal(columns: Float[Tensor, "m d r"]) -> Float[Tensor, "m d r"]:
+    """Orthonormal columns of the same spans, leading one kept, by Cholesky of the small Gram matrices.
+
+    Twice, since once leaves the square of the condition behind. A span that is smaller than asked is refused.
+    """
+    for _ in range(2):
+        length = torch.linalg.vector_norm(columns, dim=1, keepdim=True)
+        if not bool((length > 1e-6 * length[:, :, :1]).all()):
+            raise DegenerateError(
+                f"some neighbourhoods have fewer than {columns.shape[2]} dimensions; ask for a smaller dimension"
+            )
+        columns = columns / length
+        factor = torch.linalg.cholesky((columns.transpose(1, 2) @ columns).double())
+        columns = torch.linalg.solve_triangular(factor.transpose(1, 2), columns.double(), upper=True, left=False).to(
+            columns.dtype
+        )
+    return columns
 
 
 def _batched_eigh(gram: Float[Tensor, "m k k"]) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k k"]]:
@@ -129,6 +154,7 @@ def local_pca_dimension(
     anchors: int | None = None,
     rule: Rule = "fukunaga_olsen",
     duplicates: Duplicates = "drop",
+    seed: int = 0,
 ) -> Estimate:
     """Mean number of axes that local PCA needs, over neighbourhoods of k rows.
 
@@ -139,7 +165,7 @@ def local_pca_dimension(
     Needs k well above the dimension, and reads low otherwise. ``anchors`` defaults to so many neighbourhoods
     that together they hold half of the rows, at most 1,024.
     """
-    return run("local_pca_dimension", rows, mask, k=k, anchors=anchors, rule=rule, duplicates=duplicates)
+    return run("local_pca_dimension", rows, mask, seed, k=k, anchors=anchors, rule=rule, duplicates=duplicates)
 
 
 @register("local_pca_dimension", lambda **_: Needs(points=True))
@@ -166,7 +192,7 @@ def _local_pca_dimension(
         else:
             share = values.cumsum(dim=1) / values.sum(dim=1, keepdim=True)
             counts = (share < EXPLAINED).sum(dim=1) + 1
-        value, bar = float(counts.double().mean()), mean_bar(counts, _over(frames))
+        value, bar = float(counts.double().mean()), mean_bar(counts.double(), _over(frames))
     notes = points.notes if bar else (*points.notes, "no error bar: too few neighbourhoods, or all read the same")
     return Estimate(value=value, n=points.n, method=f"local PCA, k={k}, {rule}", notes=notes, **fields(bar))
 
@@ -180,6 +206,7 @@ def local_isotropy(
     anchors: int | None = None,
     cells: int = 32,
     duplicates: Duplicates = "drop",
+    seed: int = 0,
 ) -> Estimate:
     """A global measure inside neighbourhoods, each centred on its own mean, beside its value over all rows.
 
@@ -187,7 +214,9 @@ def local_isotropy(
     "global" (all rows). isoscore and participation_ratio are corrected for the few rows of a neighbourhood and pooled;
     spectral_ratio and effective_rank are plain means and carry the bias of k rows.
     """
-    return run("local_isotropy", rows, mask, measure=measure, k=k, anchors=anchors, cells=cells, duplicates=duplicates)
+    return run(
+        "local_isotropy", rows, mask, seed, measure=measure, k=k, anchors=anchors, cells=cells, duplicates=duplicates
+    )
 
 
 @register("local_isotropy", lambda **_: Needs(points=True))
@@ -203,6 +232,8 @@ def _local_isotropy(
     choose("measure", measure, _LOCAL)
     points = work.points(duplicates)
     width = points.rows.shape[1]
+    if width < 2:
+        raise DegenerateError("isotropy needs at least two columns; rows of width 1 have one direction only")
     frames = _frames(work, points, duplicates, k, anchors)
     balls = _summary([frames.coordinates], measure, width, points, f"balls, k={k}", _over(frames))
     spots = _cell_coordinates(points.rows, cells, k, work.seed)

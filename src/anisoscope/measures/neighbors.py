@@ -14,6 +14,7 @@ number of axes kept is chosen on a sample by counting the pairs that would survi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -103,7 +104,7 @@ def neighbors_of(rows: Float[Tensor, "n d"], anchors: Int[Tensor, "m"], k: int) 
         while len(left):
             left = search.search_from(left, take)
             take = min(2 * take, n - 1)
-    return Neighbors(search.best[anchors].sqrt(), search.index[anchors])
+    return Neighbors(search.best[anchors].sqrt() / search.scale, search.index[anchors])
 
 
 class _Search:
@@ -112,6 +113,7 @@ class _Search:
     def __init__(self, rows: Tensor, coordinates: Tensor | None, k: int) -> None:
         n, width = rows.shape
         self.rows, self.coordinates, self.k = rows, coordinates, k
+        self.scale = _power_of_two_scale(rows)
         self.best = torch.full((n, k), torch.inf, dtype=torch.float64, device=rows.device)
         self.index = torch.full((n, k), -1, dtype=torch.int64, device=rows.device)
         self.order = torch.arange(n, device=rows.device)
@@ -125,9 +127,12 @@ class _Search:
     def block(self, which: Tensor, origin: Tensor) -> Tensor:
         """Coordinates of some rows relative to ``origin``, taken off before rounding: the error is then local too."""
         if self.coordinates is not None:
-            return (self.coordinates[which] - origin).float()
+            return ((self.coordinates[which] - origin) * self.scale).float()
         rows = self.rows[which]
-        return (rows.double() - origin.double()).float() if rows.dtype == torch.float64 else rows.float() - origin
+        if rows.dtype == torch.float64:
+            return ((rows - origin) * self.scale).float()
+        block = rows.float() - origin
+        return block if self.scale == 1 else block.mul_(self.scale)
 
     def origin(self, which: Tensor) -> Tensor:
         """The middle of some rows. Any constant would be valid; this one keeps what is multiplied small."""
@@ -267,7 +272,7 @@ class _Search:
             return i, j
         keep = []
         for a, b in zip(i.split(PAIR_BLOCK), j.split(PAIR_BLOCK), strict=True):
-            difference = self.rows[a].float().sub_(self.rows[b].float())
+            difference = self.rows[a].float().sub_(self.rows[b].float()).mul_(self.scale)
             d2 = torch.linalg.vector_norm(difference, dim=1).square_()
             # The elementwise error is half a unit, that of the sum below sqrt(d) units: 1e-4 holds for any width.
             keep.append(d2 * (1 - 1e-4) < self._limit(a))
@@ -275,7 +280,7 @@ class _Search:
         return i[mask], j[mask]
 
     def _exact(self, i: Tensor, j: Tensor) -> Tensor:
-        difference = self.rows[i].double().sub_(self.rows[j].double())
+        difference = self.rows[i].double().sub_(self.rows[j].double()).mul_(self.scale)
         return difference.square_().sum(dim=1)
 
     def _merge(self, i: Tensor, j: Tensor, d2: Tensor) -> None:
@@ -298,7 +303,7 @@ class _Search:
         self.index[touched] = both_j.gather(1, position)
 
     def result(self) -> Neighbors:
-        return Neighbors(self.best.sqrt(), self.index)
+        return Neighbors(self.best.sqrt() / self.scale, self.index)
 
 
 def choose_plan(
@@ -313,6 +318,8 @@ def choose_plan(
     full = Plan(axes=width, width=width, survivors=k / n)
     if n < MIN_ROWS_TO_PLAN or width < 32:
         return full, None
+    if _power_of_two_scale(rows) != 1:
+        return full, None  # the short look below is in float32
     basis = principal_axes(rows, mean, generator)
     picks = torch.randperm(n, generator=generator)
     some, others = picks[:SAMPLED_ROWS].to(rows.device), picks[-SAMPLED_COLUMNS:].to(rows.device)
@@ -369,6 +376,18 @@ def _sampled_limits(rows: Tensor, mean: Tensor, some: Tensor, k: int) -> Tensor:
         best = torch.cat([best, d2.topk(min(k + 1, len(b)), dim=1, largest=False).values], dim=1)
         best = best.topk(k + 1, dim=1, largest=False).values
     return best[:, -1].clamp_min(0).double()
+
+
+def _power_of_two_scale(rows: Tensor) -> float:
+    """1 for rows of ordinary size, else the power of two that brings them there, so that no square leaves float32.
+
+    A power of two changes no digit, so results are those of the rows as they came.
+    """
+    low, high = rows.aminmax()
+    largest = max(abs(float(low)), abs(float(high)))
+    if largest == 0 or 1e-6 < largest < 1e6:
+        return 1.0
+    return 2.0 ** -math.floor(math.log2(largest))
 
 
 def _nearest_mark(block: Tensor, marks: Tensor) -> Tensor:

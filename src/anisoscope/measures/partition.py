@@ -14,7 +14,7 @@ from anisoscope.measures.base import Needs, Workspace, register, run
 from anisoscope.measures.uncertainty import NO_BAR
 
 
-def partition_isotropy(rows: RowsLike, *, mask: MaskLike = None) -> Estimate:
+def partition_isotropy(rows: RowsLike, *, mask: MaskLike = None, seed: int = 0) -> Estimate:
     """``min_c Z(c) / max_c Z(c)`` with ``Z(c) = sum_i exp(c . x_i)``, c over plus and minus the eigenvectors of X^T X.
 
     Not centred, and not invariant to scale. 1 for a cloud that looks the same in all these directions. Sums of
@@ -22,7 +22,7 @@ def partition_isotropy(rows: RowsLike, *, mask: MaskLike = None) -> Estimate:
     note. No error bar: the minimum and maximum over 2D directions are chosen on the same rows, and the sums hang on the
     few longest of them.
     """
-    return run("partition_isotropy", rows, mask)
+    return run("partition_isotropy", rows, mask, seed)
 
 
 @register("partition_isotropy", Needs(moments="float64", points=True))
@@ -36,7 +36,9 @@ def _partition_isotropy(work: Workspace) -> Estimate:
     logs = _log_partition(points.rows, axes)
     spread = float(logs.min() - logs.max())
     value = math.exp(spread) if spread > -745 else 0.0
-    notes = points.notes if value > 0 else (*points.notes, f"the ratio is exp({spread:.1f}), below what a float holds")
+    notes = (*points.notes, "no error bar: the directions are chosen on the same rows, and few rows carry the sums")
+    if value == 0:
+        notes = (*notes, f"the ratio is exp({spread:.1f}), below what a float holds")
     return Estimate(value=value, n=points.n, method="min Z / max Z over +- eigenvectors", notes=notes, **NO_BAR)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anisoscope.axes import MaskLike, RowsLike
-from anisoscope.errors import DegenerateError, ShapeError, TooFewRowsError, choose
+from anisoscope.errors import DegenerateError, EmptyInputError, ShapeError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
 from anisoscope.measures.anisotropy import Bias
 from anisoscope.measures.base import Needs, Workspace, register, run
@@ -65,7 +65,7 @@ def linearity(
     score); "orthogonal" allows a rotation and one scale, which gives ``(nuclear norm of X^T Y)^2 / (|X|^2 |Y|^2)``.
     ``target="update"`` explains Y - X, what the layer adds to the residual stream, instead of Y. A linear map with as
     many columns as X fits chance; "corrected" is the adjusted R^2, ``1 - (1 - R^2)(n - 1)/(n - 1 - rank)``, "plugin"
-    the published number, 1 by construction for n <= D.
+    the published number, 1 by construction for n <= D. An orthogonal map is not corrected.
     """
     choose("map", map, ("linear", "orthogonal"))
     choose("target", target, ("output", "update"))
@@ -89,7 +89,9 @@ def linearity(
     size = y[:, d:].square().sum(dim=1)
     mean_size = total / n
     influence = -(residual.square().sum(dim=1) - (1 - value) * size) / mean_size
-    return Estimate(value=value, n=n, method=method, **fields(joint.error_rows.bar(influence)))
+    bar = joint.error_rows.bar(influence)
+    notes = () if bar else ("no error bar: too few independent blocks of rows to tell their spread",)
+    return Estimate(value=value, n=n, method=method, notes=notes, **fields(bar))
 
 
 def _linear_fit(xx: Tensor, xy: Tensor, total: float, y: Tensor, d: int, n: int, bias: Bias) -> tuple[float, Tensor]:
@@ -117,19 +119,32 @@ def _orthogonal_fit(xx: Tensor, xy: Tensor, total: float, y: Tensor, d: int) -> 
 
 
 def _side_by_side(first: Rows, second: Rows, target: Target, width: list[int]) -> Iterator[Tensor]:
-    """Chunks of both layers as one wide matrix; ``width`` receives that of the first."""
-    others = second.chunks()
-    for chunk in first.chunks():
-        other = next(others, None)
-        x, y = chunk.rows, None if other is None else other.rows
-        if y is None or len(x) != len(y):
+    """Both layers as one wide matrix, chunk by chunk, however each was cut; ``width`` receives that of the first."""
+    sources = [(chunk.rows for chunk in layer.chunks()) for layer in (first, second)]
+    held: list[Tensor | None] = [None, None]
+    while True:
+        for side, source in enumerate(sources):
+            piece = held[side]
+            while piece is None or len(piece) == 0:
+                piece = next(source, None)
+                if piece is None:
+                    break
+            held[side] = piece
+        x, y = held
+        if x is None and y is None:
+            if not width:
+                raise EmptyInputError(
+                    "no row is left to measure" + (" after the mask" if first.mask is not None else "")
+                )
+            return
+        if x is None or y is None:
             raise ShapeError("the two layers differ in number of rows; row i of both must be the same token")
-        if target == "update" and x.shape != y.shape:
+        if target == "update" and x.shape[1] != y.shape[1]:
             raise ShapeError(f"an update needs equal widths, got {x.shape[1]} and {y.shape[1]}")
         if not width:
             width.append(x.shape[1])
+        count = min(len(x), len(y))
+        held = [x[count:], y[count:]]
         dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
-        x, y = x.to(dtype), y.to(device=x.device, dtype=dtype)
-        yield torch.cat([x, y - x if target == "update" else y], dim=1)
-    if next(others, None) is not None:
-        raise ShapeError("the two layers differ in number of rows; row i of both must be the same token")
+        left, right = x[:count].to(dtype), y[:count].to(device=x.device, dtype=dtype)
+        yield torch.cat([left, right - left if target == "update" else right], dim=1)

@@ -70,10 +70,7 @@ def require_spread(work: Workspace, at_least: int = 2) -> None:
 
 
 def top(work: Workspace) -> Top:
-    """The leading eigenpair of the covariance."""
-    if "spectrum" in work.cache:
-        known: Spectrum = work.cache["spectrum"]
-        return Top(known.values, known.vectors[:, 0], known.total)
+    """The leading eigenpair of the covariance, by the same route whatever else is computed, so that bits agree."""
     if "top" not in work.cache:
         work.cache["top"] = _top(work.moments)
     found: Top = work.cache["top"]

@@ -12,11 +12,11 @@ from anisoscope.estimate import Estimate
 
 # Importing a module of measures enters them in the table.
 from anisoscope.measures import anisotropy, curvature, dimension, local, partition, paths  # noqa: F401
-from anisoscope.measures.base import Measure, Needs, Workspace, lookup, registered
+from anisoscope.measures.base import Measure, Needs, Workspace, compute, lookup, registered
 from anisoscope.rows import as_rows
 
 
-def measures() -> tuple[str, ...]:
+def measure_names() -> tuple[str, ...]:
     """The names in the table, sorted."""
     return tuple(sorted(registered()))
 
@@ -50,7 +50,7 @@ def measure(
         _check_options(entry, options)
         needs = needs | entry.needs(**options)
     work = Workspace(as_rows(rows, mask), needs, seed)
-    return Table((entry.name, entry.compute(work, **options)) for entry, options in chosen)
+    return Table((entry.name, compute(entry, work, options)) for entry, options in chosen)
 
 
 def _check_options(entry: Measure, options: Mapping[str, Any]) -> None:

@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError
+from anisoscope.stats.stretches import STRETCH_ROWS, Stretches
 
 ERROR_BLOCKS = 64  # blocks for smooth functionals; Student's t with 63 degrees of freedom is nearly normal
-BLOCK_ROWS = 128  # rows looked at in each block: the variance needs no more
 SUBSAMPLES = 32  # disjoint subsamples for functionals of neighbours
 SUBSAMPLE_ROWS = 512  # rows in each at most
 
@@ -54,12 +54,13 @@ class ErrorRows:
     over: str
 
     @classmethod
-    def from_sample(cls, rows: Float[Tensor, "m d"], n: int) -> ErrorRows:
-        """Blocks from a uniform sample of the rows of a stream."""
-        blocks = min(ERROR_BLOCKS, len(rows))
-        length = len(rows) // max(blocks, 1)
-        kept = rows[: blocks * length]
-        return cls(kept, blocks, n, f"rows, from a uniform sample of {len(kept):,}")
+    def from_stretches(cls, found: Stretches) -> ErrorRows:
+        """Blocks from the stretches that a stream left behind; a short stream is cut as an array would be."""
+        whole = len(found.rows) // STRETCH_ROWS
+        if whole < ERROR_BLOCKS // 2:
+            return spread_runs(found.rows, found.seen)
+        over = f"rows, in {whole} blocks of consecutive ones"
+        return cls(found.rows[: whole * STRETCH_ROWS], whole, found.seen, over)
 
     def bar(self, influence: Float[Tensor, "n"]) -> Bar | None:
         """The error bar of a functional whose value moves by ``influence_i / n`` when row i is weighted up.
@@ -78,7 +79,7 @@ def spread_runs(rows: Float[Tensor, "n d"], n: int) -> ErrorRows:
     """Runs of consecutive rows, evenly spread; single rows where there are too few for runs."""
     if n < 2 * ERROR_BLOCKS:
         return ErrorRows(rows, n, n, "rows")
-    length = min(BLOCK_ROWS, n // ERROR_BLOCKS)
+    length = min(STRETCH_ROWS, n // ERROR_BLOCKS)
     starts = torch.arange(ERROR_BLOCKS, device=rows.device) * (n // ERROR_BLOCKS)
     picks = (starts[:, None] + torch.arange(length, device=rows.device)[None, :]).reshape(-1)
     return ErrorRows(rows[picks], ERROR_BLOCKS, n, f"rows, in {ERROR_BLOCKS} blocks of consecutive ones")

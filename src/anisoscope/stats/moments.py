@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -53,9 +54,12 @@ class Moments:
             y_ND = y_ND.float()
         # What rounding left of the mean; small already, so its own rounding does not matter.
         delta = y_ND.mean(dim=0).double()
-        radius2 = torch.linalg.vector_norm(y_ND, dim=1).square_()
-        third = (radius2 @ y_ND).double()
-        fourth = (radius2 @ radius2).double()
+        radius2 = torch.linalg.vector_norm(y_ND, dim=1).double().square_()
+        if precision == "mixed" and not 1e-24 < float(radius2.max()) < 1e24:
+            return cls.of(rows, "float64")  # products of float32 could over- or underflow
+        unit = radius2.max().clamp_min(torch.finfo(torch.float64).tiny)  # float32 would overflow at the third power
+        third = ((radius2 / unit).to(y_ND.dtype) @ y_ND).double() * unit
+        fourth = radius2 @ radius2
         return cls(count, rough.double(), gram(y_ND).double(), third, fourth)._shifted(delta)
 
     @property
@@ -111,5 +115,6 @@ def gram(y_ND: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
     """``y^T y`` in the precision of ``y``. On CPU numpy recognises the product with its own transpose (BLAS syrk)."""
     if y_ND.device.type == "cpu":
         array = y_ND.numpy()
-        return torch.from_numpy(array.T @ array)
+        with np.errstate(all="ignore"):  # not finite in, not finite out: whoever reads the sums looks at them
+            return torch.from_numpy(array.T @ array)
     return y_ND.T @ y_ND

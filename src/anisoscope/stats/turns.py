@@ -42,11 +42,12 @@ class Turns:
 
 
 def _blocks(paths: Float[Tensor, "s t d"], keep: Bool[Tensor, "s t"]) -> tuple[Tensor, Tensor]:
-    if paths.shape[1] < 3:
+    if paths.shape[0] == 0 or paths.shape[1] < 3:
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
     # Padding may hold anything: it is zeroed before it is subtracted, and its angles are not counted.
     clean = torch.where(keep[..., None], paths, 0.0)
-    steps = (clean if clean.dtype == torch.float64 else clean.float()).diff(dim=1)
+    steps = clean.double().diff(dim=1)
+    steps = steps / steps.abs().max().clamp_min(torch.finfo(torch.float64).tiny)  # squares stay in range
     length = torch.linalg.vector_norm(steps, dim=-1, keepdim=True)
     unit = steps / torch.where(length > 0, length, 1.0)
     a, b = unit[:, :-1], unit[:, 1:]

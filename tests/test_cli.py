@@ -1,0 +1,202 @@
+"""The command line, as a process: what it prints, and that bad input is one line on stderr and exit code 2."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import anisoscope as an
+from anisoscope import __version__
+from anisoscope.measures import table
+
+ROWS = np.random.default_rng(0).standard_normal((600, 6)) * [3.0, 2, 1, 1, 1, 0.5]
+
+
+# One thread, warnings are errors, and a terminal wide enough not to break lines.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160", "PYTHONWARNINGS": "error"}
+
+
+def run(*arguments, cwd=None, **settings):
+    """Exit code, stdout and stderr of a process of its own."""
+    command = [sys.executable, "-m", "anisoscope.cli", *map(str, arguments)]
+    done = subprocess.run(command, env=ENVIRONMENT | settings, cwd=cwd, capture_output=True, check=False)
+    return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
+
+
+# Importing torch takes longer than refusing a file: this process imports it once and forks one child for each case.
+FORKS = """
+import json, os, sys, traceback
+import torch
+from anisoscope import cli
+
+results = {}
+for case, arguments in json.load(sys.stdin).items():
+    child = os.fork()
+    if child == 0:
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{case}.{name}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY), stream)
+        sys.argv = ["anisoscope", *arguments]
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit:
+            code = exit.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code or 0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    results[case] = (code, open(f"{case}.out").read(), open(f"{case}.err").read())
+json.dump(results, sys.stdout)
+"""
+
+
+def run_many(cases, cwd):
+    """The same for a dictionary of argument lists."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::ResourceWarning", "-c", FORKS],
+        input=json.dumps(cases),
+        env=ENVIRONMENT,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Files of every sort."""
+    path = tmp_path_factory.mktemp("files")
+    np.save(path / "rows.npy", ROWS)
+    np.save(path / "one axis.npy", ROWS[0])
+    np.save(path / "empty.npy", ROWS[:0])
+    np.save(path / "width 0.npy", ROWS[:, :0])
+    np.save(path / "text.npy", ROWS.astype(str))
+    np.save(path / "objects.npy", np.array([[1, None], [{}, 2]], dtype=object), allow_pickle=True)
+    np.save(path / "constant.npy", np.ones((600, 6)))
+    np.savez(path / "archive.npz", rows=ROWS)
+    bad = ROWS.copy()
+    bad[[17, 303]] = np.nan
+    np.save(path / "nan.npy", bad)
+    (path / "nothing.npy").touch()
+    (path / "not an array.npy").write_text("measure\nme\n")
+    (path / "pickle.npy").write_bytes(pickle.dumps([1, 2, 3]))
+    whole = (path / "rows.npy").read_bytes()
+    (path / "cut short.npy").write_bytes(whole[:5000])
+    (path / "cut in the header.npy").write_bytes(whole[:40])
+    (path / "folder.npy").mkdir()
+    return path
+
+
+class TestGood:
+    def test_version(self):
+        assert run("version") == (0, f"{__version__}\n", "")
+
+    def test_measures_lists_all(self):
+        code, out, err = run("measures")
+        assert (code, err) == (0, "")
+        listed = [line.split()[0] for line in out.splitlines()]
+        assert listed == [*table.measure_names(), "linearity"]
+        assert all(len(line.split(maxsplit=1)[1]) > 20 for line in out.splitlines()), "a line on each"
+
+    def test_measure(self, folder):
+        """The numbers of the library on the same file, one line a measure."""
+        names = ["two_nn", "spectral_ratio", "mean_cosine"]
+        code, out, err = run("measure", folder / "rows.npy", *names)
+        assert (code, err) == (0, "")
+        expected = an.measure(np.load(folder / "rows.npy", mmap_mode="r"), names)
+        for name in names:
+            line = next(line for line in out.splitlines() if line.split()[:1] == [name])
+            assert float(line.split()[1]) == pytest.approx(expected[name].value, rel=1e-4)
+            assert "600" in line.split()
+
+    def test_a_file_name_is_not_markup_and_a_terminal_may_lack_the_plus_minus_sign(self, folder):
+        np.save(folder / "[red]x[bold].npy", ROWS)
+        code, out, err = run("measure", "[red]x[bold].npy", "two_nn", cwd=folder, PYTHONIOENCODING="ascii")
+        assert (code, err) == (0, "")
+        assert "[red]x[bold].npy" in out
+
+    def test_demo(self):
+        """At so few rows some estimates miss their truth; then the code says so."""
+        code, out, err = run("demo", "--rows", 512)
+        assert err == ""
+        lines = [line.split() for line in out.splitlines()]
+        verdicts = [words[-1] for words in lines if words and words[-1] in ("ok", "off")]
+        assert len(verdicts) >= 20
+        assert f"{verdicts.count('ok')} of {len(verdicts)} agree with the truth" in out
+        assert code == (0 if "off" not in verdicts else 1)
+        shown = " ".join(out.split())
+        for name in (*table.measure_names(), "linearity"):
+            assert name in shown
+
+
+BAD = {
+    "missing": (["nowhere.npy", "two_nn"], "no such file: nowhere.npy"),
+    "folder": (["folder.npy", "two_nn"], "no such file: folder.npy"),
+    "one axis": (["one axis.npy", "two_nn"], "shape (6,); rows need two axes"),
+    "empty": (["empty.npy", "two_nn"], "no row is left to measure"),
+    "width 0": (["width 0.npy", "two_nn"], "width 0"),
+    "text": (["text.npy", "two_nn"], "rows are real numbers"),
+    "objects": (["objects.npy", "two_nn"], "objects.npy is not a .npy file of numbers"),
+    "pickle": (["pickle.npy", "two_nn"], "pickle.npy is not a .npy file of numbers"),
+    "not an array": (["not an array.npy", "two_nn"], "not an array.npy is not a .npy file of numbers"),
+    "no bytes": (["nothing.npy", "two_nn"], "nothing.npy is not a .npy file of numbers"),
+    "cut short": (["cut short.npy", "two_nn"], "cut short.npy is not a .npy file of numbers"),
+    "cut in the header": (["cut in the header.npy", "two_nn"], "is not a .npy file of numbers"),
+    "archive": (["archive.npz", "two_nn"], "archive.npz is an archive"),
+    "NaN": (["nan.npy", "two_nn"], "rows 17 and 303 hold NaN or infinity"),
+    "NaN, moments": (["nan.npy", "spectral_ratio"], "rows 17 and 303 hold NaN or infinity"),
+    "constant": (["constant.npy", "two_nn"], "3 distinct rows, got 1"),
+    "unknown": (["rows.npy", "twonn"], "unknown measure 'twonn'; did you mean 'two_nn'?"),
+    "one unknown of two": (["rows.npy", "two_nn", "spectral_ration"], "did you mean 'spectral_ratio'?"),
+    "two layers": (["rows.npy", "linearity"], "linearity compares two layers"),
+}
+
+
+USAGE = {
+    "command": ["nonsense"],
+    "rows": ["demo", "--rows", "10"],
+    "file": ["measure"],
+    "names": ["measure", "rows.npy"],
+}
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    return run_many({case: ["measure", *arguments] for case, (arguments, _) in BAD.items()} | USAGE, folder)
+
+
+def check_refusal(answer, message):
+    code, out, err = answer
+    assert code == 2, err
+    assert out == ""
+    assert err.count("\n") == 1 and err.endswith("\n"), err
+    assert err.startswith("anisoscope: ")
+    assert message in err
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_code_2(answers, case):
+    check_refusal(answers[case], BAD[case][1])
+
+
+@pytest.mark.parametrize("case", ["missing", "pickle", "unknown"])
+def test_the_same_in_a_process_of_its_own(folder, case):
+    arguments, message = BAD[case]
+    check_refusal(run("measure", *arguments, cwd=folder), message)
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_wrong_usage_is_code_2_without_a_traceback(answers, case):
+    code, _, err = answers[case]
+    assert code == 2
+    assert "Usage" in err
+    assert "Traceback" not in err
