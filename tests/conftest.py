@@ -17,9 +17,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-torch.set_num_threads(
-    1
-)  # thousands of small calls: threads would cost more than they give, most of all on a busy machine
+# Thousands of small calls: on a busy machine more threads cost more than they give.
+torch.set_num_threads(1)
 settings.register_profile("anisoscope", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("anisoscope")
 

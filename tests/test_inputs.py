@@ -344,8 +344,15 @@ class TestRefused:
         ):
             with pytest.raises(NonFiniteError, match=r"^rows 77 and 200 hold NaN or infinity"):
                 an.two_nn(rows, mask=mask)
-        with pytest.raises(NonFiniteError, match=r"^row 77 holds"):  # a stream is refused at the first bad chunk
-            an.two_nn(iter(pieces(bad)), mask=keep)
+        for stream in (iter(pieces(bad)), iter([bad.reshape(6, 40, WIDTH)[:1], bad.reshape(6, 40, WIDTH)[1:]])):
+            with pytest.raises(NonFiniteError, match=r"^row(s 77 and 200 hold| 77 holds)"):  # or at the first bad chunk
+                an.two_nn(stream, mask=keep)
+
+    def test_whole_numbers_keep_their_digits(self):
+        """Differences of one between numbers of twelve digits: lost in float32, held in float64."""
+        large = ROWS.astype(np.int64) + 10**12
+        assert an.spectral_ratio(large).value == pytest.approx(an.spectral_ratio(ROWS).value, rel=1e-9)
+        assert an.two_nn(torch.from_numpy(large)).value == pytest.approx(an.two_nn(ROWS).value, rel=1e-9)
 
     def test_infinity_beyond_the_range_of_a_narrow_sum_is_not_invented(self):
         """The sum of these float16 and float32 rows overflows; the rows do not."""

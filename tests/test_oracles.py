@@ -566,7 +566,8 @@ def test_kept_copies_have_no_ratio_and_dropped_ones_are_gone(share, seed):
 
 def test_zero_and_minus_zero_are_one_row():
     X = draw("generic", 0)
-    X[3], X[7] = 0.0, -0.0
+    X[3] = X[7] = 0.0
+    X[7, 2] = -0.0
     assert an.two_nn(X).n == len(X) - 1
 
 

@@ -20,7 +20,7 @@ from anisoscope.measures.base import Needs, Workspace, register, run
 from anisoscope.measures.spectrum import Spectrum, require_spread, spectrum, top, trace_bias
 from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.rows import as_rows
-from anisoscope.stats.directions import unit_rows
+from anisoscope.stats.directions import along, unit_rows
 from anisoscope.stats.moments import Moments
 
 Bias = Literal["corrected", "plugin"]
@@ -154,7 +154,7 @@ def participation_ratio(rows: RowsLike, *, mask: MaskLike = None, bias: Bias = "
     return run("participation_ratio", rows, mask, bias=bias)
 
 
-@register("participation_ratio", Needs(moments="mixed"))
+@register("participation_ratio", Needs(moments="float64"))
 def _participation_ratio(work: Workspace, *, bias: Bias = "corrected") -> Estimate:
     choose("bias", bias, ("corrected", "plugin"))
     require_spread(work, 4 if bias == "corrected" else 2)
@@ -172,7 +172,7 @@ def isoscore(rows: RowsLike, *, mask: MaskLike = None, bias: Bias = "corrected")
     return run("isoscore", rows, mask, bias=bias)
 
 
-@register("isoscore", Needs(moments="mixed"))
+@register("isoscore", Needs(moments="float64"))
 def _isoscore(work: Workspace, *, bias: Bias = "corrected") -> Estimate:
     _require_width(work)
     ratio = _participation_ratio(work, bias=bias)
@@ -203,7 +203,7 @@ def isoscore_star(
     return run("isoscore_star", rows, mask, reference=reference, zeta=zeta, bias=bias)
 
 
-@register("isoscore_star", Needs(moments="mixed"))
+@register("isoscore_star", Needs(moments="float64"))
 def _isoscore_star(
     work: Workspace,
     *,
@@ -253,8 +253,8 @@ def mean_cosine(rows: RowsLike, *, mask: MaskLike = None) -> Estimate:
     """Mean of ``cos(x_i, x_j)`` over all pairs i != j, not centred.
 
     Exact in one pass: ``(|sum x/|x||^2 - n) / (n (n - 1))``; an unbiased estimate of the expected cosine of two
-    independent rows. Products are formed in the input's precision or float32, sums of blocks in float64: the result is
-    good to about 1e-7 absolute for float32 input.
+    independent rows. Unit vectors of float32 input are summed in float32 over 2,048 rows and in float64 beyond: good to
+    about 1e-7 absolute for ordinary rows, 1e-5 at worst (all rows equal).
     """
     return run("mean_cosine", rows, mask)
 
@@ -265,12 +265,12 @@ def _mean_cosine(work: Workspace) -> Estimate:
     if n < 2:
         raise TooFewRowsError(f"a pair needs two rows, got {n}")
     value = (float(total @ total) - n) / (n * (n - 1))
-    unit = unit_rows(work.error_rows.rows)
+    rows = work.error_rows.rows
     # The projection of a row on the mean of the *others*; its variance holds the noise of that mean once too often.
-    others = ((unit @ total.to(unit.dtype)).double() - 1) / (n - 1)
+    others = (along(rows, total) - 1) / (n - 1)
     bar = work.error_rows.bar(2 * (others - value))
     if bar is not None:
-        some = unit[:: max(1, len(unit) // 256)].double()
+        some = unit_rows(rows[:: max(1, len(rows) // 256)]).double()
         pairs = some @ some.T
         off = pairs[~torch.eye(len(some), dtype=torch.bool, device=pairs.device)]
         degenerate = 2 * float(off.var()) / n**2

@@ -28,7 +28,7 @@ from anisoscope.errors import (
 from anisoscope.estimate import Estimate
 from anisoscope.measures.neighbors import Neighbors, nearest_neighbors
 from anisoscope.measures.uncertainty import ErrorRows, spread_runs
-from anisoscope.rows import CHUNK_ROWS, Rows, as_rows
+from anisoscope.rows import Rows, as_rows
 from anisoscope.stats.directions import Directions
 from anisoscope.stats.moments import Moments, Precision
 from anisoscope.stats.reservoir import Reservoir
@@ -175,8 +175,7 @@ class _Scan:
             summed = needs.moments is not None or needs.directions
             self.resident = rows.tensor(check=not summed)
             self._begin(self.resident, needs)
-            for part in self.resident.split(CHUNK_ROWS):
-                self._update(part, needs)
+            self._update(self.resident, needs)
             if summed and not self._finite():
                 rows.tensor(check=True)  # names the rows
             if needs.turns:

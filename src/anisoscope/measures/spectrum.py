@@ -16,7 +16,7 @@ from anisoscope.stats.moments import Moments
 
 LANCZOS_WIDTH = 1536  # wider matrices get their top eigenpairs by Lanczos, narrower ones by a full decomposition
 LANCZOS_VALUES = 8  # the first is wanted, the others bound its bias
-GRAM_LIMIT = 1e-10  # eigenvalue ratio below which squaring has cost too many digits of a singular value
+GRAM_LIMIT = 5e-13  # eigenvalue ratio below which squaring has cost too many digits of a singular value
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _top(moments: Moments) -> Top:
 def spectrum(work: Workspace) -> Spectrum:
     """The whole spectrum, good to 1e-6 of the sum of singular values even where they span six decades.
 
-    Eigenvalues of the float64 scatter are enough while the smallest is above 1e-10 of the largest. Below that the
+    Eigenvalues of the float64 scatter are enough while the smallest is above 5e-13 of the largest. Below that the
     square has eaten the digits of small singular values, and they are taken from a QR factorisation of the centred
     rows instead, if the rows lie in memory; from a stream they are read as zero below the rounding floor, with a note.
     """

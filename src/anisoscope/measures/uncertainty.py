@@ -80,9 +80,14 @@ def spread_runs(rows: Float[Tensor, "n d"], n: int) -> ErrorRows:
     if n < 2 * ERROR_BLOCKS:
         return ErrorRows(rows, n, n, "rows")
     length = min(STRETCH_ROWS, n // ERROR_BLOCKS)
-    starts = torch.arange(ERROR_BLOCKS, device=rows.device) * (n // ERROR_BLOCKS)
-    picks = (starts[:, None] + torch.arange(length, device=rows.device)[None, :]).reshape(-1)
-    return ErrorRows(rows[picks], ERROR_BLOCKS, n, f"rows, in {ERROR_BLOCKS} blocks of consecutive ones")
+    stride = n // ERROR_BLOCKS
+    blocks = rows[: ERROR_BLOCKS * stride].reshape(ERROR_BLOCKS, stride, -1)[:, :length]
+    return ErrorRows(
+        blocks.reshape(ERROR_BLOCKS * length, -1),
+        ERROR_BLOCKS,
+        n,
+        f"rows, in {ERROR_BLOCKS} blocks of consecutive ones",
+    )
 
 
 def subsample_bars(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -16,6 +15,10 @@ Precision: TypeAlias = Literal["mixed", "float64"]
 """How products of rows are formed. ``float64`` keeps ten digits and more of every singular value down to 1e-6 of the
 largest. ``mixed`` multiplies in float32 and sums chunks in float64: half the time, seven digits of squared quantities
 (traces, the largest eigenvalue, the Frobenius norm), and no claim about small singular values."""
+
+
+BLOCK_ROWS = 4096  # rows multiplied at a time: full speed, and still in cache
+STRIP_COLUMNS = 64  # narrower strips than this no longer run at full speed
 
 
 @dataclass(frozen=True)
@@ -47,20 +50,25 @@ class Moments:
         count, width = rows.shape
         if count == 0:
             return cls.empty(width, rows.device)
-        wide = rows.double() if precision == "float64" else rows if rows.dtype == torch.float64 else rows.float()
-        rough = wide.mean(dim=0)
-        y_ND = wide - rough
-        if precision == "mixed":
-            y_ND = y_ND.float()
-        # What rounding left of the mean; small already, so its own rounding does not matter.
-        delta = y_ND.mean(dim=0).double()
-        radius2 = torch.linalg.vector_norm(y_ND, dim=1).double().square_()
-        if precision == "mixed" and not 1e-24 < float(radius2.max()) < 1e24:
+        # One rough centre for all blocks: what it misses of the mean is summed up and taken off at the end.
+        rough = rows.mean(dim=0, dtype=torch.promote_types(rows.dtype, torch.float32))
+        state = cls.empty(width, rows.device)
+        missed, scatter, third, fourth = state.mean.clone(), state.scatter, state.third.clone(), state.fourth.clone()
+        largest = 0.0
+        for block in rows.split(BLOCK_ROWS):
+            y_ND = (
+                block.double() - rough.double() if precision == "float64" else (block.to(rough.dtype) - rough).float()
+            )
+            radius2 = torch.linalg.vector_norm(y_ND, dim=1).double().square_()
+            unit = radius2.max().clamp_min(torch.finfo(torch.float64).tiny)  # float32 overflows at the third power
+            largest = max(largest, float(unit))
+            missed += y_ND.sum(dim=0).double()
+            scatter += gram(y_ND)
+            third += ((radius2 / unit).to(y_ND.dtype) @ y_ND).double() * unit
+            fourth += radius2 @ radius2
+        if precision == "mixed" and not 1e-24 < largest < 1e24:
             return cls.of(rows, "float64")  # products of float32 could over- or underflow
-        unit = radius2.max().clamp_min(torch.finfo(torch.float64).tiny)  # float32 would overflow at the third power
-        third = ((radius2 / unit).to(y_ND.dtype) @ y_ND).double() * unit
-        fourth = radius2 @ radius2
-        return cls(count, rough.double(), gram(y_ND).double(), third, fourth)._shifted(delta)
+        return cls(count, rough.double(), scatter, third, fourth)._shifted(missed / count)
 
     @property
     def width(self) -> int:
@@ -112,9 +120,14 @@ class Moments:
 
 
 def gram(y_ND: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
-    """``y^T y`` in the precision of ``y``. On CPU numpy recognises the product with its own transpose (BLAS syrk)."""
-    if y_ND.device.type == "cpu":
-        array = y_ND.numpy()
-        with np.errstate(all="ignore"):  # not finite in, not finite out: whoever reads the sums looks at them
-            return torch.from_numpy(array.T @ array)
-    return y_ND.T @ y_ND
+    """``y^T y`` in the precision of ``y``, in strips from the diagonal on: the lower half is a copy of the upper."""
+    width = y_ND.shape[1]
+    if width < 4 * STRIP_COLUMNS:
+        return y_ND.T @ y_ND
+    strip = -(-width // 4)
+    out = y_ND.new_empty((width, width))
+    for at in range(0, width, strip):
+        part = y_ND[:, at : at + strip].T @ y_ND[:, at:]
+        out[at : at + strip, at:] = part
+        out[at:, at : at + strip] = part.T
+    return out
