@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from io import TextIOWrapper
 from itertools import groupby
@@ -92,8 +93,10 @@ def measure(
 
 
 def _save(console: Console, svg: Path) -> None:
+    # rich asks for a font from the net; the picture must open offline, and any monospaced font will do
+    text = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="anisoscope demo"), flags=re.DOTALL)
     try:
-        console.save_svg(str(svg), title="anisoscope demo")
+        svg.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OptionError(f"cannot write {svg}: {error.strerror}") from error
 
