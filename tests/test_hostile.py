@@ -497,7 +497,6 @@ class TestDistances:
         found = an.nearest_neighbors(torch.from_numpy(rows), 3).distances.numpy()[which]
         np.testing.assert_allclose(found, exact_distances(rows, which, 3), rtol=1e-12)
 
-    @known_bug("a row that is NaN makes the search give infinite distances and index -1 without a word")
     def test_the_search_itself_refuses_what_is_not_finite(self):
         rows = torch.from_numpy(cloud())
         rows[5] = math.nan

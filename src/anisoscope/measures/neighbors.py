@@ -21,7 +21,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anisoscope.errors import OptionError, TooFewRowsError
+from anisoscope.errors import NonFiniteError, OptionError, TooFewRowsError, name_rows
+from anisoscope.rows import non_finite_rows
 
 TILE_ROWS, TILE_COLUMNS = 2048, 1024  # a float32 tile of 8 MB: large enough for BLAS, small enough for cache
 PAIR_BLOCK = 4096  # pairs measured at a time in float64
@@ -385,6 +386,8 @@ def _power_of_two_scale(rows: Tensor) -> float:
     """
     low, high = rows.aminmax()
     largest = max(abs(float(low)), abs(float(high)))
+    if not math.isfinite(largest):
+        raise NonFiniteError(f"{name_rows(non_finite_rows(rows).tolist())} hold NaN or infinity; mask them")
     if largest == 0 or 1e-6 < largest < 1e6:
         return 1.0
     return 2.0 ** -math.floor(math.log2(largest))
