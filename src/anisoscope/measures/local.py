@@ -128,7 +128,11 @@ def _orthonormal(columns: Float[Tensor, "m d r"]) -> Float[Tensor, "m d r"]:
                 f"some neighbourhoods have fewer than {columns.shape[2]} dimensions; ask for a smaller dimension"
             )
         columns = columns / length
-        factor = torch.linalg.cholesky((columns.transpose(1, 2) @ columns).double())
+        small = columns.transpose(1, 2) @ columns
+        unit = torch.eye(columns.shape[2], dtype=columns.dtype, device=columns.device)
+        if float((small - unit).abs().max()) <= 16 * torch.finfo(columns.dtype).eps:
+            return columns  # eigenvectors of well separated size come out orthonormal: nothing to mend
+        factor = torch.linalg.cholesky(small.double())
         columns = torch.linalg.solve_triangular(factor.transpose(1, 2), columns.double(), upper=True, left=False).to(
             columns.dtype
         )
