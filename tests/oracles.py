@@ -367,8 +367,8 @@ def self_check():
     check("mle", mle(line, 3), 8 / math.log((7 * 7 / 3) * (6 * 6 / 2) * (4 / 2 * 4 / 3) * (7 / 4 * 7 / 6)))
     check("mle_levina_bickel", mle_levina_bickel(line, 2), sum(1 / math.log(v) for v in (3, 2, 1.5, 1.5)) / 4)
     check("gride n1=1", gride(line, 1), 3 / math.log(13.5), rtol=1e-6)
-    a, b = math.log(1.5), math.log(2)  # facco keeps int(3.6) = 3: F = 0, 1/4, 2/4 at mu = 1.5, 1.5, 2
-    check("two_nn_facco", two_nn_facco(line), (a * -math.log(0.75) + b * b) / (2 * a * a + b * b))
+    a, b = math.log(1.5), math.log(2)  # facco keeps int(3.6) = 3: F = 1/4, 2/4, 3/4 at mu = 1.5, 1.5, 2
+    check("two_nn_facco", two_nn_facco(line), (a * -math.log(0.75) + a * b + b * 2 * b) / (2 * a * a + b * b))
     # Two equal rows, u = 2; the others have mu 3, 2, 1.5, 1.5, 1.5; one point is used, F = 3/7 at mu = 1.5.
     twins = np.array([[0.0], [0], [10], [11], [13], [17], [25]])
     check("two_nn_shape_of_learning", two_nn_shape_of_learning(twins), math.log(7 / 4) / math.log(1.5))

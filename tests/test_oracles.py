@@ -370,6 +370,10 @@ def test_the_list_of_measures_can_be_asked_for_twice():
     assert an.measure_names() == an.measure_names() == measure_names()
 
 
+def test_the_oracles_give_the_answers_worked_out_by_hand():
+    oracles.self_check()
+
+
 def test_every_registered_measure_has_a_case():
     assert {case.measure for case in CASES} == set(measure_names())
 
