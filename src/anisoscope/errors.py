@@ -73,3 +73,55 @@ def choose(kind: str, name: str, known: Iterable[str]) -> str:
     if name not in known:
         raise unknown_name(kind, name, known)
     return name
+
+
+class RunError(AnisoscopeError):
+    """A run folder cannot be used as asked."""
+
+
+class RunNotFoundError(RunError):
+    """There is nothing at the path of the run."""
+
+
+class NotARunError(RunError):
+    """There is something at the path, but not a run."""
+
+
+class RunVersionError(RunError):
+    """The run has another schema version than this anisoscope reads."""
+
+
+class CorruptRunError(RunError):
+    """The files of the run are damaged."""
+
+
+class RunBusyError(RunError):
+    """Another writer holds the run."""
+
+
+class RunWriteError(RunError):
+    """The file system refused: no permission, read-only, disk full."""
+
+
+class ModelError(AnisoscopeError):
+    """A model cannot be loaded or has no sites to read; the message says which file or module, and why."""
+
+
+class SiteError(AnisoscopeError):
+    """A site gave something that is not a batch of hidden states; the message says what came."""
+
+
+class SiteSilentError(SiteError):
+    """A site did not fire in the forward pass, or fired another number of times than it should."""
+
+
+class SourceError(AnisoscopeError):
+    """A text source cannot be read: missing, empty, not UTF-8, damaged, or of a kind that needs another package."""
+
+
+class ChecksumError(SourceError):
+    """A file is not the one it should be; the message names both checksums."""
+
+
+class TooFewTokensError(AnisoscopeError):
+    """There is text, but not enough for one batch."""
