@@ -1,0 +1,1 @@
+"""Models: where they come from (``load``) and the named places at which they are read (``sites``)."""
