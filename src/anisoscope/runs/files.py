@@ -54,7 +54,7 @@ def _not_written(error: OSError | sqlite3.Error, where: Path) -> RunError:
     code = _code(error)
     kind: type[RunError] = RunWriteError
     if code in ("SQLITE_FULL", "ENOSPC", "EDQUOT", "EFBIG"):
-        why = f"the disk is full or a quota is reached; free some space and resume, {_SAFE}"
+        why = f"the disk is full or a quota is reached; free some space and try again, {_SAFE}"
     elif code in ("EACCES", "EPERM", "SQLITE_PERM") or code.startswith("SQLITE_CANTOPEN"):
         why = "no permission to write there; choose a folder of your own"
     elif code == "EROFS" or code.startswith("SQLITE_READONLY"):

@@ -134,14 +134,16 @@ def estimate_row(estimate: Estimate) -> tuple[Any, ...]:
     )
 
 
-def part_rows(parts: Mapping[str, Estimate], above: str = "") -> list[tuple[Any, ...]]:
-    """Rows (path, columns…) of all parts, each before its own parts.
+def part_name(name: str) -> str:
+    """The name of a part as it stands in a path: "/" is written "~1" and "~" is written "~0", as in JSON pointers."""
+    return text("part", name).replace("~", "~0").replace("/", "~1")
 
-    A path joins the names with "/"; inside a name "/" is written "~1" and "~" is written "~0", as in JSON pointers.
-    """
+
+def part_rows(parts: Mapping[str, Estimate], above: str = "") -> list[tuple[Any, ...]]:
+    """Rows (path, columns…) of all parts, each before its own parts; a path joins the names with "/"."""
     rows: list[tuple[Any, ...]] = []
     for name, part in parts.items():
-        path = above + text("part", name).replace("~", "~0").replace("/", "~1")
+        path = above + part_name(name)
         rows.append((path, *estimate_row(part)))
         rows += part_rows(part.parts, path + "/")
     return rows
