@@ -1,0 +1,1 @@
+"""Text to tokens to batches: sources, the MediaWiki cleaner, tokenizers, counts, and languages of a chosen Zipf law."""
