@@ -214,7 +214,8 @@ def test_tally_merges_and_prints():
 
 DUMP = b"""<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.3/"><siteinfo><namespaces>
 <namespace key="10">Template</namespace><namespace key="0" /></namespaces></siteinfo>
-<page><title>Cat</title><id>1</id><revision><text xml:space="preserve">''Cat''&amp;nbsp;&lt;ref&gt;x&lt;/ref&gt; \xc3\xa9</text></revision></page>
+<page><title>Cat</title><id>1</id><revision>
+<text xml:space="preserve">''Cat''&amp;nbsp;&lt;ref&gt;x&lt;/ref&gt; \xc3\xa9</text></revision></page>
 <page><title>Kat</title><revision><text>#redirect [[Cat]]</text></revision></page>
 <page><title>New</title><redirect title="Cat" /><revision><text>moved</text></revision></page>
 <page><title>Template:Box</title><revision><text>{{{1}}}</text></revision></page>
