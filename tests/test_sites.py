@@ -184,7 +184,7 @@ def test_every_family_in_the_table_is_tested_or_a_copy_of_one_that_is():
     from transformers import CONFIG_MAPPING
 
     kinds = {FAMILIES[m] for m in FAMILIES if CONFIG_MAPPING[m].__name__ in tested}
-    assert {family for family in FAMILIES.values()} == kinds
+    assert set(FAMILIES.values()) == kinds
 
 
 class Block(nn.Module):
@@ -302,14 +302,14 @@ def test_a_single_recurrent_layer_is_one_block():
     ]
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, lambda model: nn.Sequential(model)])
+@pytest.mark.parametrize("wrap", [torch.compile, nn.Sequential])
 def test_wrapped_models_keep_their_names(wrap):
     model = build("gpt2")
     assert [s.name for s in discover(wrap(model))] == [s.name for s in discover(model)]
 
 
 def test_a_model_without_blocks_is_a_named_error():
-    with pytest.raises(ModelError, match="Linear has no list of equal blocks.*site_by_path"):
+    with pytest.raises(ModelError, match=r"Linear has no list of equal blocks.*site_by_path"):
         discover(nn.Linear(2, 2))
 
 
@@ -322,7 +322,7 @@ def test_select_by_pattern():
         "mlp_in.1",
         "final_norm",
     ]
-    with pytest.raises(UnknownNameError, match="unknown site 'resed.1'; did you mean 'resid.1'"):
+    with pytest.raises(UnknownNameError, match=r"unknown site 'resed.1'; did you mean 'resid.1'"):
         select(sites, ["embed", "resed.1"])
     t5 = discover(build("t5", Known("T5Config", T5, "Seq2SeqLM")))
     assert {s.side for s in select(t5, "resid.*")} == {"encoder", "decoder"}

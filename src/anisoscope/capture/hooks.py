@@ -56,6 +56,9 @@ class Seen(Mapping[str, Tensor]):
         _check_fired(slot)
         return _arrange(self._stored(slot), slot)
 
+    def __contains__(self, name: object) -> bool:  # asking for a name must not ask whether it fired
+        return name in self._slots
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._slots)
 
