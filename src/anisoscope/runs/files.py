@@ -74,7 +74,7 @@ def _not_read(error: OSError | sqlite3.Error, where: Path) -> RunError:
     code = _code(error)
     if _damaged(error):
         return CorruptRunError(f"cannot read {where}: the database is damaged ({error}); restore it from a copy")
-    if code in ("EACCES", "EPERM", "SQLITE_PERM", "SQLITE_READONLY_RECOVERY") or code.startswith("SQLITE_CANTOPEN"):
+    if code in ("EACCES", "EPERM") or code.startswith(("SQLITE_PERM", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
         # After a crash the log must be folded in, which needs a folder that can be written.
         return RunError(f"cannot read {where}: no permission; copy the folder to a place of your own and read it there")
     return RunError(f"cannot read {where}: {error}")
