@@ -143,7 +143,7 @@ def _reach(dof: float | None) -> float:
 
 def _write_csv(file: BinaryIO, named: Mapping[str, RunReader]) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(text)  # lines end as RFC 4180 has it; with a bare \n a name that holds \r would break its row
     writer.writerow(COLUMNS)
     for name, reader in named.items():
         for row in rows(reader, name):
