@@ -4,6 +4,8 @@ import csv
 import getpass
 import json
 import os
+import re
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -341,3 +343,30 @@ def test_git_state(tmp_path, monkeypatch):
     assert git_state(tmp_path) == state | {"dirty": True}
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state(tmp_path) is None, "no git on this machine"
+
+
+# ---- the document
+
+
+def test_the_document_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    document = (Path(__file__).parent.parent / "docs" / "runs.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL):
+        try:
+            exec(block, names)
+        except ModuleNotFoundError as error:
+            assert error.name in ("duckdb", "polars"), error  # not among the dependencies
+    for reader in names["everything"]:
+        reader.close()
+    shown = capsys.readouterr().out
+    assert "50 0.4 0.1" in shown and re.search(r"resid\.11 +0\.4 +0\.4 +0\.4", shown)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["first.csv", "first.parquet", "renamed.csv", "runs"]
+    (query,) = re.findall(r"```sql\n(.*?)```", document, re.DOTALL)
+    plain = sqlite3.connect(tmp_path / "runs" / "first" / "records.sqlite")
+    assert len(plain.execute(query).fetchall()) == 36
+    for table, columns in re.findall(r"^\| `(\w+)` \| (`id`.*?) \|$", document, re.MULTILINE):
+        there = [row[1] for row in plain.execute(f"PRAGMA table_info({table})")]
+        said = re.findall(r"`(\w+)`", columns.split(";")[0])
+        assert there[: len(said)] == said or table == "parts", table
+    plain.close()
