@@ -543,6 +543,8 @@ def test_a_start_that_was_cut_short_can_be_taken_up(tmp_path):
 def test_missing_and_not_a_run(tmp_path, run):
     with pytest.raises(RunNotFoundError, match="no such folder"):
         RunReader(tmp_path / "nowhere")
+    with pytest.raises(RunNotFoundError, match=r"did you mean '.*run'\?"):
+        RunReader(tmp_path / "runn")
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotARunError, match=r"holds no records\.sqlite"):
         RunReader(tmp_path / "empty")

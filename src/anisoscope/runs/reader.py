@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import sqlite3
@@ -236,7 +237,9 @@ def _runs_inside(folder: Path) -> list[Path]:
 def _look_for_run(folder: Path) -> None:
     """Raise the error that fits if there is no run in ``folder``."""
     if not folder.exists():
-        raise RunNotFoundError(f"there is no run at {folder}: no such folder")
+        near = difflib.get_close_matches(folder.name, [one.name for one in _runs_inside(folder.parent)], n=1)
+        hint = f"; did you mean {str(folder.with_name(near[0]))!r}?" if near else ""
+        raise RunNotFoundError(f"there is no run at {folder}: no such folder{hint}")
     if not folder.is_dir():
         raise NotARunError(f"{folder} is a file; a run is a folder that holds {files.DATABASE}: give the folder")
     if not (folder / files.DATABASE).is_file():
