@@ -204,6 +204,31 @@ class TestMasks:
         check(values(lambda: (chunk for chunk in pieces(ROWS)), lambda: iter(masks)), truth_masked)
         check(values(lambda: pieces(ROWS), masks), truth_masked)
 
+    @pytest.mark.parametrize("kind", MASKS)
+    def test_annotations_say_what_is_accepted(self, kind):
+        """With the checker of types on: each kind of flags, for an array, for all chunks at once and for each chunk."""
+        jaxtyping.config.update("jaxtyping_disable", False)
+        flags = MASKS[kind]()
+        masks = [flags[a:b] for a, b in pairwise(CUTS)]
+        truth = an.spectral_ratio(ROWS[KEEP]).value
+        for rows, mask in (
+            (ROWS, flags),
+            (TENSOR, flags.tolist()),
+            (PATHS, flags.reshape(6, 40).tolist()),
+            (pieces(ROWS), flags),
+            (pieces(ROWS), masks),
+            (tuple(pieces(TENSOR)), tuple(masks)),
+            (iter(pieces(ROWS)), iter(masks)),
+            (iter(pieces(ROWS)), (mask for mask in masks)),
+        ):
+            assert an.spectral_ratio(rows, mask=mask).value == pytest.approx(truth, rel=1e-12)
+
+    def test_annotations_refuse_what_is_no_flag(self):
+        jaxtyping.config.update("jaxtyping_disable", False)
+        for mask in (KEEP.astype(float), TENSOR[:, 0], 1):
+            with pytest.raises(jaxtyping.TypeCheckError):
+                an.spectral_ratio(ROWS, mask=mask)
+
     def test_list_of_booleans_for_rows_in_memory(self, truth_masked):
         check(values(lambda: ROWS, KEEP.tolist()), truth_masked)
 

@@ -16,11 +16,11 @@ In signatures the same letters are lower case, as jaxtyping strings: ``Float[Ten
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
-from jaxtyping import Bool, Num
+from jaxtyping import Bool, Integer, Num
 from torch import Tensor
 
 Matrix: TypeAlias = Num[Tensor, "... _"] | Num[np.ndarray, "... _"]
@@ -29,5 +29,9 @@ Matrix: TypeAlias = Num[Tensor, "... _"] | Num[np.ndarray, "... _"]
 RowsLike: TypeAlias = Matrix | Iterable[Matrix]
 """What every measure takes: a tensor, an array, a memmap, or an iterable of chunks of rows."""
 
-MaskLike: TypeAlias = Bool[Tensor, "..."] | Bool[np.ndarray, "..."] | None
-"""True keeps a row. One flag for each row, in the shape of the rows' leading axes."""
+Flags: TypeAlias = Bool[Tensor, "..."] | Bool[np.ndarray, "..."] | Integer[Tensor, "..."] | Integer[np.ndarray, "..."]
+"""Flags of rows: booleans, or integers 0 and 1."""
+
+MaskLike: TypeAlias = Flags | Iterable[Flags] | Sequence[int] | Sequence[Sequence[int]] | None
+"""True (or 1) keeps a row. One flag for each row, in the shape of the rows' leading axes; for an iterable of chunks
+either one array of flags for all of their rows, or an iterable with the flags of each chunk."""

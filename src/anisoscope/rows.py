@@ -24,6 +24,8 @@ from anisoscope.errors import EmptyInputError, NonFiniteError, ShapeError, name_
 CHUNK_ROWS = 4096
 """Rows converted and reduced at a time: large enough for full BLAS speed, small enough to stay in cache."""
 
+MOST_EXPONENT = 1000  # of a power of two to multiply with: it and its inverse are ordinary floats
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -212,6 +214,30 @@ def _as_flags(mask: Any, name: str) -> Tensor:
 def non_finite_rows(rows: Float[Tensor, "n d"]) -> Tensor:
     """Positions of the rows that hold NaN or infinity."""
     return (~torch.isfinite(rows).all(dim=1)).nonzero().reshape(-1)
+
+
+def largest_size(numbers: Float[Tensor, "..."]) -> float:
+    """The largest absolute value; NaN or infinity where one of them is not finite."""
+    low, high = numbers.aminmax()
+    return max(abs(float(low)), abs(float(high)))
+
+
+def power_of_two_scale(largest: float) -> float:
+    """1 where the largest of some numbers is of ordinary size, else the power of two that brings it near 1.
+
+    Squares of the scaled numbers stay in range, and a power of two changes no digit, so results are those of the
+    numbers as they came.
+    """
+    if not math.isfinite(largest) or largest == 0 or 1e-6 < largest < 1e6:
+        return 1.0
+    exponent = math.frexp(largest)[1] - 1
+    return math.ldexp(1.0, -max(-MOST_EXPONENT, min(exponent, MOST_EXPONENT)))
+
+
+def of_unit_size(groups: Float[Tensor, "m k j"]) -> Float[Tensor, "m k j"]:
+    """Each group divided by the power of two next to its largest number, so that its fourth powers stay in range."""
+    size = groups.abs().amax(dim=(1, 2), keepdim=True)
+    return groups / torch.where(size > 0, size / torch.frexp(size).mantissa, 1.0)
 
 
 def _is_stream(source: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -10,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import ShapeError
+from anisoscope.rows import largest_size, power_of_two_scale
 
 Precision: TypeAlias = Literal["mixed", "float64"]
 """How products of rows are formed. ``float64`` keeps ten digits and more of every singular value down to 1e-6 of the
@@ -19,6 +21,7 @@ largest. ``mixed`` multiplies in float32 and sums chunks in float64: half the ti
 
 BLOCK_ROWS = 4096  # rows multiplied at a time: full speed, and still in cache
 STRIP_COLUMNS = 64  # narrower strips than this no longer run at full speed
+SAFE_SIZE = 2.0**64  # rows between this and its inverse: eighth powers, the highest in use, stay far inside float64
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,9 @@ class Moments:
     ``scatter = sum y y^T``, ``third = sum |y|^2 y``, ``fourth = sum |y|^4``. Each chunk is centred on its own mean
     before anything is multiplied and chunks are combined about the common mean (Chan, Golub, LeVeque), so a mean of
     any size costs no digits. ``merge`` is associative and commutative up to rounding, with ``empty`` as its unit.
+
+    All of it belongs to the rows divided by ``2**exponent``, which changes no digit. That is 0 for rows of ordinary
+    size; where fourth powers would leave the range of float64 it is the exponent of the largest of the rows.
     """
 
     count: int
@@ -35,6 +41,7 @@ class Moments:
     scatter: Float[Tensor, "d d"]
     third: Float[Tensor, "d"]
     fourth: Float[Tensor, ""]
+    exponent: int = 0
 
     @classmethod
     def empty(cls, width: int, device: torch.device | str = "cpu") -> Moments:
@@ -47,18 +54,37 @@ class Moments:
         """The state of one chunk of rows."""
         if rows.ndim != 2:
             raise ShapeError(f"a chunk of rows has two axes, got shape {tuple(rows.shape)}")
+        if len(rows) == 0:
+            return cls.empty(rows.shape[1], rows.device)
+        state, radius2 = cls._summed(rows, precision, 0)
+        if precision == "mixed" and not 1e-24 < radius2 < 1e24:
+            state, radius2 = cls._summed(rows, "float64", 0)  # products of float32 could over- or underflow
+        # Seen from the sums, which costs no read of the rows; only where it shows something are they read again.
+        size = max(math.sqrt(radius2), float(torch.linalg.vector_norm(state.mean, math.inf)))
+        if 1 / SAFE_SIZE < size < SAFE_SIZE:
+            return state
+        exponent = -round(math.log2(power_of_two_scale(largest_size(rows))))
+        return cls._summed(rows, "float64", exponent)[0] if exponent else state
+
+    @classmethod
+    def _summed(cls, rows: Float[Tensor, "n d"], precision: Precision, exponent: int) -> tuple[Moments, float]:
+        """The state in units of ``2**exponent``, and the largest squared distance from a rough centre that was met."""
         count, width = rows.shape
-        if count == 0:
-            return cls.empty(width, rows.device)
+        blocks = rows.split(BLOCK_ROWS)
         # One rough centre for all blocks: what it misses of the mean is summed up and taken off at the end.
-        rough = rows.mean(dim=0, dtype=torch.promote_types(rows.dtype, torch.float32))
+        if exponent:
+            scale = math.ldexp(1.0, -exponent)
+            rough = sum((block.double() * scale).sum(dim=0) for block in blocks) / count
+        else:
+            rough = rows.mean(dim=0, dtype=torch.promote_types(rows.dtype, torch.float32))
         state = cls.empty(width, rows.device)
         missed, scatter, third, fourth = state.mean.clone(), state.scatter, state.third.clone(), state.fourth.clone()
         largest = 0.0
-        for block in rows.split(BLOCK_ROWS):
-            y_ND = (
-                block.double() - rough.double() if precision == "float64" else (block.to(rough.dtype) - rough).float()
-            )
+        for block in blocks:
+            if precision == "float64":
+                y_ND = (block.double() * scale if exponent else block.double()) - rough.double()
+            else:
+                y_ND = (block.to(rough.dtype) - rough).float()
             radius2 = torch.linalg.vector_norm(y_ND, dim=1).double().square_()
             unit = radius2.max().clamp_min(torch.finfo(torch.float64).tiny)  # float32 overflows at the third power
             largest = max(largest, float(unit))
@@ -66,9 +92,8 @@ class Moments:
             scatter += gram(y_ND)
             third += ((radius2 / unit).to(y_ND.dtype) @ y_ND).double() * unit
             fourth += radius2 @ radius2
-        if precision == "mixed" and not 1e-24 < largest < 1e24:
-            return cls.of(rows, "float64")  # products of float32 could over- or underflow
-        return cls(count, rough.double(), scatter, third, fourth)._shifted(missed / count)
+        about_rough = cls(count, rough.double(), scatter, third, fourth, exponent)
+        return about_rough._shifted(missed / count), largest
 
     @property
     def width(self) -> int:
@@ -85,6 +110,10 @@ class Moments:
             raise ShapeError(f"cannot merge moments of width {self.width} and {other.width}")
         if self.count == 0 or other.count == 0:
             return other if self.count == 0 else self
+        if self.exponent != other.exponent:
+            # The unit of the larger rows, beside which the smaller vanish; rows of zeros fit into every unit.
+            exponent = max((s.exponent for s in (self, other) if not s._is_zero()), default=0)
+            return self._in_unit(exponent).merge(other._in_unit(exponent))
         count = self.count + other.count
         gap = other.mean.to(self.mean.device) - self.mean
         mean = self.mean + gap * (other.count / count)
@@ -92,7 +121,25 @@ class Moments:
         scatter = self.scatter + other.scatter.to(self.scatter.device)
         scatter.addr_(gap, gap, alpha=self.count * other.count / count)
         a, b = self._radial(mean), other._radial(mean)
-        return Moments(count, mean, scatter, a[0] + b[0].to(a[0].device), a[1] + b[1].to(a[1].device))
+        third, fourth = a[0] + b[0].to(a[0].device), a[1] + b[1].to(a[1].device)
+        return Moments(count, mean, scatter, third, fourth, self.exponent)
+
+    def _is_zero(self) -> bool:
+        """Whether all rows were zero."""
+        return not (bool(self.mean.any()) or bool(self.fourth))
+
+    def _in_unit(self, exponent: int) -> Moments:
+        """The same in a unit as large or larger; rows of zeros in any."""
+        scale = math.ldexp(1.0, min(self.exponent - exponent, 0))
+        square = scale * scale
+        return Moments(
+            self.count,
+            self.mean * scale,
+            self.scatter * square,
+            self.third * (square * scale),
+            self.fourth * (square * square),
+            exponent,
+        )
 
     def _radial(self, point: Float[Tensor, "d"]) -> tuple[Float[Tensor, "d"], Float[Tensor, ""]]:
         """``sum |z|^2 z`` and ``sum |z|^4`` with ``z = x - point``, from the sums about the mean."""
@@ -112,10 +159,10 @@ class Moments:
         trace, sd, d2 = scatter.trace(), scatter @ d, d @ d
         third = self.third - trace * d - 2 * sd - n * d2 * d
         fourth = self.fourth - 4 * (d @ sd) - n * d2 * d2 - 4 * (third @ d) - 2 * trace * d2
-        return Moments(n, self.mean + d, scatter, third, fourth)
+        return Moments(n, self.mean + d, scatter, third, fourth, self.exponent)
 
     def covariance(self) -> Float[Tensor, "d d"]:
-        """``scatter / (count - 1)``."""
+        """``scatter / (count - 1)``, in the square of the state's unit."""
         return self.scatter / max(self.count - 1, 1)
 
 
