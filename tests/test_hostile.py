@@ -23,7 +23,8 @@ from anisoscope.errors import (
     TooFewRowsError,
     ZeroRowError,
 )
-from anisoscope.measures import table
+from anisoscope.measures import local, table
+from anisoscope.rows import of_unit_size
 from anisoscope.theory import manifolds
 
 N, WIDTH = 150, 6
@@ -31,11 +32,6 @@ GRID = 2.0**-9  # a mean of 1e4 spreads leaves float32 ten bits for the fraction
 SHIFT = 1e4
 K = 20  # neighbours in local measures and in mle
 LINEAR_MAP = np.random.default_rng(99).integers(-3, 4, (64, 64)).astype(np.float64)
-
-
-def known_bug(reason):
-    """A promise that the package breaks today; strict, so that whoever mends it is told to take the mark away."""
-    return pytest.mark.xfail(strict=True, reason=reason)
 
 
 def cloud(n=N, width=WIDTH, seed=0):
@@ -221,15 +217,6 @@ CASES = {
         | {"mean_cosine": ZeroRowError},
     ),
 }
-BROKEN: dict = {}
-
-
-def matrix():
-    for case in CASES:
-        for name in CALLS:
-            for dtype in ("float64", "float32"):
-                marks = [known_bug(BROKEN[case, name, dtype])] if (case, name, dtype) in BROKEN else []
-                yield pytest.param(case, name, dtype, marks=marks, id=f"{case}-{name}-{dtype}")
 
 
 def everything(estimate):
@@ -242,7 +229,9 @@ def test_the_matrix_covers_every_public_measure():
     assert {*table.measure_names(), "linearity"} == CALLS.keys() == REFERENCES.keys() | UNCENTRED.keys()
 
 
-@pytest.mark.parametrize(("case", "name", "dtype"), list(matrix()))
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("case", CASES)
 def test_right_number_or_named_error(case, name, dtype):
     centred, shift, errors = CASES[case]
     rows = (centred + shift).astype(dtype)
@@ -304,38 +293,109 @@ class TestRefusals:
             assert CALLS[name](poisoned, mask=mask) == CALLS[name](rows, mask=mask)
 
 
+def bent():
+    """A curved surface with a little noise: the cloud itself is flat, and zero is zero in every unit."""
+    rows = cloud()
+    rows[:, 2] = rows[:, 0] ** 2 - rows[:, 0] * rows[:, 1]
+    rows[:, 3:] *= 2.0**-10
+    return rows
+
+
 @pytest.mark.parametrize("name", CALLS)
 class TestScales:
-    """Rows may come in any unit: the same number (curvature in the inverse unit), or an error that says why not."""
+    """Rows may come in any unit: the same number and the same error bar (curvature in the inverse unit)."""
 
     def measured(self, name, dtype, scale):
+        rows = ((bent() if name == "curvature" else cloud()) * scale).astype(dtype)
         if name == "linearity":
-            return an.linearity((cloud() * scale).astype(dtype), (next_layer(cloud()) * scale).astype(dtype)).value
-        return CALLS[name]((cloud() * scale).astype(dtype)).value
+            return an.linearity(rows, (next_layer(cloud()) * scale).astype(dtype))
+        return CALLS[name](rows)
 
-    def check(self, name, dtype, scales):
+    def check(self, name, dtype, scales, tolerance):
         truth = self.measured(name, dtype, 1.0)
+        assert name in ("partition_isotropy", "curvature") or abs(truth.value) > 1e-3
         for scale in scales:
-            try:
-                found = self.measured(name, dtype, scale)
-            except AnisoscopeError:
+            found = self.measured(name, dtype, scale)
+            if name == "partition_isotropy":  # that one is a matter of scale
                 continue
-            if name == "curvature":
-                found *= scale
-            if name != "partition_isotropy":  # that one is a matter of scale
-                assert found == pytest.approx(truth, rel=1e-3 if name == "curvature" else 1e-5, abs=1e-6)
+            unit = {"curvature": 1 / scale, "mean curvature": 1 / scale}
+            pairs = [(name, found, truth), *((part, found.parts[part], truth.parts[part]) for part in truth.parts)]
+            for part, got, want in pairs:
+                by = scale if part.startswith("radius") else unit.get(part, 1.0)
+                assert got.value / by == pytest.approx(want.value, rel=tolerance, abs=0.1 * tolerance), (part, scale)
+                assert (got.stderr is None) == (want.stderr is None)
+                assert got.stderr is None or got.stderr / by == pytest.approx(want.stderr, rel=10 * tolerance)
 
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
     def test_where_float32_squares_overflow(self, name, dtype):
-        self.check(name, dtype, [2.0**-100, 2.0**-70, 2.0**70, 2.0**100])
+        self.check(name, dtype, [2.0**-100, 2.0**-70, 2.0**70, 2.0**100], 1e-3 if name == "curvature" else 1e-5)
 
-    def test_where_float64_squares_overflow(self, request, name):
-        if name in OUT_OF_RANGE:
-            request.applymarker(known_bug("squares of squares leave the range of float64, and what follows is unnamed"))
-        self.check(name, "float64", [2.0**-1000, 2.0**-500, 2.0**-250, 2.0**250, 2.0**500, 2.0**1000])
+    def test_where_float64_squares_overflow(self, name):
+        self.check(name, "float64", [2.0**-1000, 2.0**-500, 2.0**-250, 2.0**250, 2.0**500, 2.0**1000], 1e-9)
+
+    def test_where_float64_fourth_powers_lose_digits(self, name):
+        """Not powers of two: the rows themselves are rounded anew."""
+        self.check(name, "float64", [1e-160, 1e-100, 1e-60, 1e40, 1e100], 1e-9)
 
 
-OUT_OF_RANGE = [*RATIOS, "local_isotropy", "local_pca_dimension", "curvature"]
+class TestPowers:
+    """What the plain formulas give beyond the range of their powers, and how states of different units mix."""
+
+    @pytest.mark.parametrize("scale", [2.0**-300, 2.0**300])
+    @pytest.mark.parametrize("shape", ["array", "stream", "few rows"])
+    def test_the_plain_participation_ratio_leaves_float64(self, scale, shape):
+        rows = cloud(40, 64) if shape == "few rows" else cloud()
+        with np.errstate(all="ignore"):
+            values = np.linalg.eigvalsh(np.cov(rows.T * scale))
+            assert not np.sum(values) ** 2 / np.sum(values**2) > 0, "the plain formula should be lost"
+        for name in (*RATIOS, *SPECTRAL):
+            x = rows * scale
+            # A chunk of zeros fits every unit; a chunk of one row has no spread to tell its size by.
+            chunks = [x[:0], x[:1], *np.array_split(x[1:], 5), np.zeros((2, x.shape[1]))]
+            with_zeros = np.concatenate([rows, np.zeros((2, x.shape[1]))])
+            found = CALLS[name](iter(chunks) if shape == "stream" else x)
+            truth = CALLS[name](with_zeros if shape == "stream" else rows)
+            assert found.value == pytest.approx(truth.value, rel=1e-9)
+
+    @pytest.mark.parametrize("scale", [2.0**-900, 2.0**-300, 2.0**300, 2.0**900])
+    def test_a_reference_of_another_size(self, scale):
+        """Shrinking towards what is immensely larger gives the reference, towards what is smaller the rows alone."""
+        rows, other = cloud(), cloud(400, seed=1) * np.linspace(0.2, 1, WIDTH)
+        alone, target = an.isoscore_star(rows, zeta=0), an.isoscore(other, bias="plugin").value
+        expected = alone.value if scale < 1 else target
+        for reference in (other * scale, an.Moments.of(torch.from_numpy(other * scale))):
+            assert an.isoscore_star(rows, reference=reference).value == pytest.approx(expected, rel=1e-9)
+            assert an.isoscore_star(rows, reference=reference, zeta=1).value == pytest.approx(target, rel=1e-9)
+            plain = an.isoscore_star(rows, reference=reference, zeta=0)
+            assert (plain.value, plain.stderr) == pytest.approx((alone.value, alone.stderr), rel=1e-9)
+        both = an.isoscore_star(rows * scale, reference=other * scale)
+        near = an.isoscore_star(rows, reference=other)
+        assert (both.value, both.stderr) == pytest.approx((near.value, near.stderr), rel=1e-9)
+
+    def test_lengths_that_share_no_unit(self):
+        """Beside the longest rows the shortest vanish from moments; their directions must not."""
+        rows = (cloud() + 0.5) * 10.0 ** np.random.default_rng(0).choice([-300, 0, 300], (N, 1))
+        found = an.measure(rows, ["mean_cosine", "spectral_ratio"])
+        assert found["mean_cosine"] == an.mean_cosine(rows)
+        assert found["spectral_ratio"].value == pytest.approx(oracles.spectral_ratio(rows * 1e-300), rel=1e-9)
+
+    def test_one_row_far_beyond_the_others(self):
+        """It sets the unit of the rows; the neighbourhoods of the others are then tiny, and still have their shapes."""
+        rows = bent()
+        alone = np.delete(rows, 60, axis=0)
+        rows[60] *= 1e3
+        curved = an.curvature(rows, dimension=2, k=K, anchors=9)
+        rows[60] *= 1e12
+        assert an.curvature(rows, dimension=2, k=K, anchors=9).value == pytest.approx(curved.value, rel=1e-9)
+        ball = an.local_pca_dimension(rows, rule="participation", k=K, anchors=N)
+        assert any("1 of 150 neighbourhoods left out" in note for note in ball.notes)
+        expected = an.local_pca_dimension(alone, rule="participation", k=K, anchors=N).value
+        assert ball.value == pytest.approx(expected, rel=1e-9)
+        frames = local.local_frames(torch.from_numpy(alone), local.neighborhoods(torch.from_numpy(alone), K, 9), 1)
+        tiny = local.inverse_participation(of_unit_size(frames.coordinates * 2.0**-300))
+        assert tiny.tolist() == pytest.approx(local.inverse_participation(frames.coordinates).tolist(), rel=1e-12)
+        share = (CALLS["local_isotropy"](alone).value * (N - 1) + 1) / N  # its own neighbourhood is a needle
+        assert CALLS["local_isotropy"](rows).value == pytest.approx(share, rel=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -660,7 +720,7 @@ class TestDuplicates:
             try:
                 found = ESTIMATORS[name](rows, duplicates="keep")
             except DegenerateError as error:
-                assert "two neighbours at different distances" in str(error)
+                assert "two neighbours at different distances" in str(error) or "copies of one row only" in str(error)
                 continue
             assert math.isfinite(found.value)
             assert found.value > 0
@@ -690,9 +750,7 @@ class TestDuplicates:
             with pytest.raises(DuplicateRowsError, match="rows 1, 2, 3, 4, 5 and 194 more"):
                 ESTIMATORS[name](x, duplicates="error")
 
-    def test_all_rows_equal_and_kept(self, request, ball, name):
-        if name == "local_pca_dimension":
-            request.applymarker(known_bug("a neighbourhood that is one point reads as one axis, of rounding noise"))
+    def test_all_rows_equal_and_kept(self, ball, name):
         for x in (ball[:1].expand(200, -1), torch.zeros(200, 24)):
             with pytest.raises(DegenerateError):
                 ESTIMATORS[name](x, duplicates="keep")
@@ -708,10 +766,8 @@ class TestLocalDuplicates:
 
     @pytest.mark.parametrize("distinct", [1, 4, 40])
     @pytest.mark.parametrize("third", [1, 3])
-    def test_kept_copies_have_no_extent(self, request, name, distinct, third):
+    def test_kept_copies_have_no_extent(self, name, distinct, third):
         """Refused where a neighbourhood is one point, also where its mean is rounded (thirds); else a sane number."""
-        if name == "local_isotropy" and (distinct == 40 or third == 3):
-            request.applymarker(known_bug("k-means warns of an empty cell; a mean that is rounded hides equal rows"))
         rows = np.tile(cloud(distinct) / third, (400 // distinct, 1))
         try:
             found = LOCAL[name](rows, duplicates="keep")
@@ -719,6 +775,59 @@ class TestLocalDuplicates:
             return
         assert distinct == 40
         assert all(abs(part.value) < 1e6 for part in everything(found))
+
+
+def satellites(distinct, dtype):
+    """64 copies of each of six rows, then other rows: the 64 nearest of a copy are 63 copies and one row more."""
+    six = cloud(6, seed=3) / 3 + 40 * np.arange(6)[:, None]
+    return np.concatenate([six.repeat(64, axis=0), cloud(distinct) / 3 - 40]).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+class TestOneRowBesideCopies:
+    """Two disjoint pairs of rows, both apart: there are none, so the corrected ratio is zero over zero."""
+
+    def test_refused_where_every_neighbourhood_is_like_that(self, dtype):
+        rows = satellites(0, dtype)
+        frames = local.local_frames(torch.from_numpy(rows), local.neighborhoods(torch.from_numpy(rows), 64, 384), 1)
+        noise = local.inverse_participation(frames.coordinates)
+        assert not ((noise - noise.median()).abs() < 1e-3).all(), "the plain ratio should be rounding noise"
+        with pytest.raises(DegenerateError, match="one row stands apart from copies"):
+            an.local_pca_dimension(rows, rule="participation", duplicates="keep", anchors=384)
+        with pytest.raises(DegenerateError, match="one row stands apart from copies"):
+            an.local_isotropy(rows, duplicates="keep", anchors=384)
+        with pytest.raises(DegenerateError, match="a k-means cell holds copies of one row only"):
+            an.local_isotropy(rows, measure="spectral_ratio", duplicates="keep")
+        assert an.local_pca_dimension(rows, duplicates="keep").value == 1.0
+
+    def test_cells_start_from_distinct_rows(self, dtype):
+        labels = local._k_means(torch.from_numpy(satellites(0, dtype)), 6, 0)
+        assert labels.reshape(6, 64).unique(dim=1).reshape(-1).unique().tolist() == list(range(6))
+
+    def test_left_out_with_a_note_where_others_remain(self, dtype):
+        rows, plain = satellites(400, dtype), (cloud(400) / 3).astype(dtype)
+        found = an.local_pca_dimension(rows, rule="participation", duplicates="keep", anchors=len(rows))
+        assert any("384 of 784 neighbourhoods left out" in note for note in found.notes)
+        alone = an.local_pca_dimension(plain, rule="participation", anchors=len(plain))
+        assert found.value == pytest.approx(alone.value, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rows_at_right_angles_have_no_corrected_ratio(dtype):
+    """Differences of disjoint pairs are orthogonal: the unbiased ``tr S^2`` is zero, and its inverse rounding noise."""
+    rows = (np.linalg.qr(np.random.default_rng(0).standard_normal((80, 80)))[0] * 3).astype(dtype)
+    for measure in ("isoscore", "participation_ratio"):
+        with pytest.raises(TooFewRowsError, match="take a larger k"):
+            an.local_isotropy(rows, k=6, measure=measure)
+    with pytest.raises(TooFewRowsError, match="take a larger k"):
+        an.local_pca_dimension(rows, k=6, rule="participation")
+
+
+def test_a_rounded_mean_hides_no_copies_in_a_cell():
+    rows = torch.full((36, 2), 0.1, dtype=torch.float64)
+    assert (rows - rows.mean(dim=0)).any(), "the mean should be rounded"
+    with pytest.raises(DegenerateError, match="copies of one row only"):
+        local._cell_coordinates(rows, 1, 4, 0)
 
 
 def test_a_message_about_copies_says_how_it_counts():

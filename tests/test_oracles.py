@@ -17,7 +17,8 @@ import torch
 import anisoscope as an
 from anisoscope.errors import DuplicateRowsError, OptionError, UnknownNameError
 from anisoscope.measures import base
-from anisoscope.measures.neighbors import Plan, choose_plan, nearest_neighbors
+from anisoscope.measures.neighbors import nearest_neighbors
+from anisoscope.measures.plan import Plan, choose_plan
 from anisoscope.measures.table import measure_names
 from anisoscope.stats.moments import Moments
 from anisoscope.theory.manifolds import flat_torus, gaussian

@@ -24,6 +24,7 @@ from anisoscope.stats.directions import along, unit_rows
 from anisoscope.stats.moments import Moments
 
 Bias = Literal["corrected", "plugin"]
+FLOAT32_SPREAD = 1e-8  # variances down to this share of the total are seen well enough in float32 for an error bar
 TOLERATED_BIAS = 0.25  # of a standard error: a 95 % interval off by this much still covers 94 %
 
 
@@ -63,8 +64,8 @@ def _stable_rank(work: Workspace) -> Estimate:
 def _top_bar(work: Workspace) -> tuple[Bar | None, tuple[str, ...]]:
     """Error bar of lambda_1 / sum lambda, or a note on why there is none."""
     lead = top(work)
-    y = _centred_error_rows(work)
-    along, radius2 = (y @ lead.vector).square(), y.square().sum(dim=1)
+    y = _centred_error_rows(work, float32=True)
+    along, radius2 = (y @ lead.vector.to(y.dtype)).double().square(), _radius2(y)
     influence = (along - lead.first) / lead.total - lead.first * (radius2 - lead.total) / lead.total**2
     bar = work.error_rows.bar(influence)
     bias = min(lead.first_bias(work.n - 1) / lead.total, 1.0)
@@ -216,22 +217,25 @@ def _isoscore_star(
         raise OptionError(f"zeta is a share between 0 and 1, got {zeta}")
     _require_width(work)
     require_spread(work, 4 if bias == "corrected" else 2)
-    width, covariance = work.moments.width, work.moments.covariance()
+    keep, width, covariance = 1 - zeta, work.moments.width, work.moments.covariance()
     square, frobenius = _trace_squares(work.moments, bias)
-    keep, trace = 1 - zeta, float(covariance.trace())
+    y, trace = _centred_error_rows(work, float32=False), float(covariance.trace())
     if reference is None:
         ratio = square / (keep**2 * frobenius + (1 - keep**2) * square / width)
         mixed = keep * covariance + zeta * trace / width * torch.eye(width, dtype=torch.float64).to(covariance)
         name = "(tr S / D) I"
     else:
-        target = _reference_covariance(reference, width).to(covariance)
+        other = _reference_moments(reference, width)
+        own, theirs = _common_unit((work.moments.exponent, keep), (other.exponent, zeta))
+        y, covariance, trace = y * own, covariance * own**2, trace * own**2
+        square, frobenius = square * own**4, frobenius * own**4
+        target = other.covariance().to(covariance) * theirs**2
         mixed = keep * covariance + zeta * target
         # Where only S is noisy, only its own square is biased.
         total2 = float(mixed.trace()) ** 2 + keep**2 * (square - trace**2)
         frobenius2 = float(mixed.square().sum()) + keep**2 * (frobenius - float(covariance.square().sum()))
         ratio, name = total2 / frobenius2, "a given sample"
     trace_m, size_m = float(mixed.trace()), float(mixed.square().sum())
-    y = _centred_error_rows(work)
     radius2, form = y.square().sum(dim=1) - trace, (y @ mixed * y).sum(dim=1) - float((mixed * covariance).sum())
     if reference is None:
         d_trace, d_form = radius2, keep * form + zeta * radius2 * trace_m / width
@@ -253,8 +257,8 @@ def mean_cosine(rows: RowsLike, *, mask: MaskLike = None) -> Estimate:
     """Mean of ``cos(x_i, x_j)`` over all pairs i != j, not centred.
 
     Exact in one pass: ``(|sum x/|x||^2 - n) / (n (n - 1))``; an unbiased estimate of the expected cosine of two
-    independent rows. Unit vectors of float32 input are summed in float32 over 2,048 rows and in float64 beyond: good to
-    about 1e-7 absolute for ordinary rows, 1e-5 at worst (all rows equal).
+    independent rows. Unit vectors of float32 input are summed in float32 over 128 rows and in float64 beyond: good to
+    about 1e-7 absolute for ordinary rows, 1e-6 at worst (all rows equal).
     """
     return run("mean_cosine", rows, mask)
 
@@ -265,17 +269,27 @@ def _mean_cosine(work: Workspace) -> Estimate:
     if n < 2:
         raise TooFewRowsError(f"a pair needs two rows, got {n}")
     value = (float(total @ total) - n) / (n * (n - 1))
-    rows = work.error_rows.rows
+    method = "closed form over all pairs"
+    blocks = work.error_rows_as_they_came.blocks
+    if len(blocks) < 3:
+        return Estimate(value=value, n=n, method=method, **fields(None))
     # The projection of a row on the mean of the *others*; its variance holds the noise of that mean once too often.
-    others = (along(rows, total) - 1) / (n - 1)
-    bar = work.error_rows.bar(2 * (others - value))
+    others = (along(blocks, total) - 1) / (n - 1)
+    bar = work.error_rows_as_they_came.bar(2 * (others - value))
     if bar is not None:
-        some = unit_rows(rows[:: max(1, len(rows) // 256)]).double()
-        pairs = some @ some.T
-        off = pairs[~torch.eye(len(some), dtype=torch.bool, device=pairs.device)]
-        degenerate = 2 * float(off.var()) / n**2
+        some = unit_rows(blocks[:, :: max(1, others.numel() // 256)].flatten(0, 1))
+        degenerate = 2 * _variance_of_pairs((some @ some.T).double()) / n**2
         bar = Bar(math.sqrt(max(bar.stderr**2 - degenerate, degenerate / 2)), bar.dof, bar.over)
-    return Estimate(value=value, n=n, method="closed form over all pairs", **fields(bar))
+    return Estimate(value=value, n=n, method=method, **fields(bar))
+
+
+def _variance_of_pairs(gram: Float[Tensor, "n n"]) -> float:
+    """The variance of the entries off the diagonal."""
+    n = len(gram)
+    pairs = n * (n - 1)
+    mean = float(gram.sum() - gram.trace()) / pairs
+    spread = (gram - mean).square()
+    return float(spread.sum() - spread.diagonal().sum()) / (pairs - 1)
 
 
 def _trace_squares(moments: Moments, bias: Bias) -> tuple[float, float]:
@@ -300,8 +314,8 @@ def _trace_squares(moments: Moments, bias: Bias) -> tuple[float, float]:
 def _ratio_bar(work: Workspace, value: float) -> Bar | None:
     covariance = work.moments.covariance()
     trace, size = float(covariance.trace()), float(covariance.square().sum())
-    y = _centred_error_rows(work)
-    radius2, form = y.square().sum(dim=1), (y @ covariance * y).sum(dim=1)
+    y = _centred_error_rows(work, float32=True)
+    radius2, form = _radius2(y), (y @ covariance.to(y.dtype)).mul_(y).sum(dim=1, dtype=torch.float64)
     influence = 2 * trace * (radius2 - trace) / size - 2 * trace**2 * (form - size) / size**2
     return _second_order(work.error_rows.bar(influence), value, work.n, 1.0)
 
@@ -321,8 +335,8 @@ def _second_order(bar: Bar | None, value: float, n: int, share: float) -> Bar | 
 def _spectral_estimate(
     work: Workspace, found: Spectrum, value: float, weights: Tensor, bias: float, method: str
 ) -> Estimate:
-    y = _centred_error_rows(work)
-    influence = ((y @ found.vectors).square() - found.values) @ weights
+    y = _centred_error_rows(work, float32=float(found.values[-1]) > FLOAT32_SPREAD * found.total)
+    influence = ((y @ found.vectors.to(y.dtype)).double().square_() - found.values) @ weights
     bar, notes = _unless_biased(work.error_rows.bar(influence), bias, "the spectrum of a sample is spread out")
     return Estimate(value=value, n=work.n, method=method, notes=(*found.notes, *notes), **fields(bar))
 
@@ -347,21 +361,39 @@ def _over_root(slope: Float[Tensor, "r"], sigma: Float[Tensor, "r"]) -> Float[Te
     return torch.where(sigma > 0, slope / (2 * sigma.clamp_min(1e-300)), 0.0)
 
 
-def _centred_error_rows(work: Workspace) -> Float[Tensor, "n d"]:
-    if "centred error rows" not in work.cache:
-        work.cache["centred error rows"] = work.error_rows.rows.double() - work.moments.mean
-    rows: Tensor = work.cache["centred error rows"]
-    return rows
+def _centred_error_rows(work: Workspace, *, float32: bool) -> Float[Tensor, "n d"]:
+    """Rows for error bars about the mean; in float32 where that is asked for and the rows have no more digits anyway.
+
+    An error bar needs three digits, and products of float32 take half the time.
+    """
+    rows = work.error_rows.rows
+    short = float32 and rows.dtype != torch.float64
+    key = f"centred error rows, {'float32' if short else 'float64'}"
+    if key not in work.cache:
+        centred = rows.double() - work.moments.mean
+        work.cache[key] = centred.float() if short else centred
+    found: Tensor = work.cache[key]
+    return found
 
 
-def _reference_covariance(reference: RowsLike | Moments, width: int) -> Tensor:
+def _radius2(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n"]:
+    return torch.linalg.vector_norm(rows, dim=1).double().square_()
+
+
+def _reference_moments(reference: RowsLike | Moments, width: int) -> Moments:
     if not isinstance(reference, Moments):
         work = Workspace(as_rows(reference), Needs(moments="float64"))
         require_spread(work)
         reference = work.moments
     if reference.width != width:
         raise ShapeError(f"the reference has width {reference.width}, the rows {width}; they must agree")
-    return reference.covariance()
+    return reference
+
+
+def _common_unit(*parts: tuple[int, float]) -> list[float]:
+    """Factors that bring lengths of several exponents to the largest one that carries weight: 1 where all agree."""
+    common = max(exponent for exponent, weight in parts if weight)
+    return [math.ldexp(1.0, min(exponent - common, 0)) for exponent, _ in parts]
 
 
 def _require_width(work: Workspace) -> None:

@@ -6,6 +6,7 @@ measures, and keeps one set of moments, one sample for error bars and one neighb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +19,6 @@ from torch import Tensor
 from anisoscope.errors import (
     DuplicateRowsError,
     EmptyInputError,
-    NonFiniteError,
     OptionError,
     TooFewRowsError,
     choose,
@@ -28,7 +28,7 @@ from anisoscope.errors import (
 from anisoscope.estimate import Estimate
 from anisoscope.measures.neighbors import Neighbors, nearest_neighbors
 from anisoscope.measures.uncertainty import ErrorRows, spread_runs
-from anisoscope.rows import Rows, as_rows
+from anisoscope.rows import Rows, as_rows, largest_size, power_of_two_scale
 from anisoscope.stats.directions import Directions
 from anisoscope.stats.moments import Moments, Precision
 from anisoscope.stats.reservoir import Reservoir
@@ -78,6 +78,13 @@ class Points:
         """Rows held."""
         return len(self.rows)
 
+    def in_range(self) -> tuple[Points, float]:
+        """The same with rows times a power of two, and that factor: 1 unless squares could leave a float's range."""
+        scale = power_of_two_scale(largest_size(self.rows))
+        if scale == 1:
+            return self, scale
+        return replace(self, rows=(self.rows.double() * scale).to(self.rows.dtype)), scale
+
 
 class Workspace:
     """Rows and everything derived from them that more than one measure may want. Each thing is made at most once."""
@@ -88,6 +95,26 @@ class Workspace:
         self._neighbors: dict[str, Neighbors] = {}
         self.cache: dict[str, Any] = {}
         """For what measures want to keep for each other."""
+
+    @classmethod
+    def of_states(
+        cls,
+        rows: Float[Tensor, "n d"],
+        *,
+        count: int,
+        moments: Moments | None = None,
+        directions: Directions | None = None,
+        turns: Turns | None = None,
+        needs: Needs | None = None,
+        seed: int = 0,
+    ) -> Workspace:
+        """A workspace of states that were summed up elsewhere, over ``count`` rows.
+
+        ``rows`` are those rows in order, for error bars; with none of them there, no error bar is made.
+        """
+        work = cls(as_rows(rows), needs or Needs(), seed)
+        work.__dict__["_scan"] = _Scan.given(rows, count, moments, directions, turns)
+        return work
 
     @cached_property
     def _scan(self) -> _Scan:
@@ -100,7 +127,11 @@ class Workspace:
 
     @property
     def moments(self) -> Moments:
-        """Mean, scatter and radial moments of all rows."""
+        """Mean, scatter and radial moments of all rows.
+
+        In units of ``2**moments.exponent``, and ``error_rows`` and ``all_rows`` with them. The exponent is 0 unless
+        powers of the rows would leave the range of float64, so that measures free of scale need not think of it.
+        """
         assert self._scan.moments is not None, "a measure that reads moments must say so in its Needs"
         return self._scan.moments
 
@@ -115,14 +146,26 @@ class Workspace:
         """Turning angles along the paths, summed over blocks."""
         return self._scan.turns
 
-    @property
+    @cached_property
     def all_rows(self) -> Tensor | None:
-        """Every row as one tensor if it lies in memory, else None."""
-        return self._scan.resident
+        """Every row as one tensor if it lies in memory, else None; in the unit of ``moments``."""
+        return None if self._scan.resident is None else self._in_unit(self._scan.resident)
 
     @cached_property
     def error_rows(self) -> ErrorRows:
-        """A few thousand rows in blocks, from which error bars of smooth measures are estimated."""
+        """A few thousand rows in blocks, for the error bars of smooth measures; in the unit of ``moments``."""
+        found = self.error_rows_as_they_came
+        return replace(found, blocks=self._in_unit(found.blocks))
+
+    def _in_unit(self, rows: Tensor) -> Tensor:
+        moments = self._scan.moments
+        if moments is None or moments.exponent == 0:
+            return rows
+        return rows.double() * math.ldexp(1.0, -moments.exponent)
+
+    @cached_property
+    def error_rows_as_they_came(self) -> ErrorRows:
+        """The same in no unit, for what depends on directions: in a common unit short rows may vanish."""
         if self._scan.resident is not None:
             return spread_runs(self._scan.resident, self.n)
         assert self._scan.stretches is not None
@@ -183,10 +226,20 @@ class _Scan:
                     self.turns = self.turns.update(chunk)
         else:
             self._read(rows, needs, seed)
-        if not self._finite():
-            raise NonFiniteError("the rows are finite, but powers of them overflow; divide them by a constant first")
         if self.count == 0:
             raise EmptyInputError("no row is left to measure" + (" after the mask" if rows.mask is not None else ""))
+
+    @classmethod
+    def given(
+        cls, rows: Tensor, count: int, moments: Moments | None, directions: Directions | None, turns: Turns | None
+    ) -> _Scan:
+        """The outcome of a pass that was made elsewhere."""
+        scan = cls.__new__(cls)
+        scan.count, scan.moments, scan.directions = count, moments, directions
+        scan.turns, scan.reservoir = turns or Turns.empty(), None
+        scan.resident = rows if len(rows) == count else None
+        scan.stretches = Stretches.empty(rows.shape[1], rows.dtype, rows.device)
+        return scan
 
     def _read(self, rows: Rows, needs: Needs, seed: int) -> None:
         for chunk in rows.chunks():

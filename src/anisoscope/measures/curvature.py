@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.axes import MaskLike, RowsLike
-from anisoscope.errors import OptionError, TooFewRowsError
+from anisoscope.errors import NonFiniteError, OptionError, TooFewRowsError
 from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Duplicates, Needs, Workspace, register, run
 from anisoscope.measures.local import local_frames, neighborhoods, side_by_side
@@ -54,7 +54,7 @@ def _curvature(
     anchors: int | None = None,
     duplicates: Duplicates = "drop",
 ) -> Estimate:
-    points = work.points(duplicates)
+    points, factor = work.points(duplicates).in_range()
     d = _dimension(points.rows, work.seed) if dimension is None else dimension
     if not 1 <= d < points.rows.shape[1]:
         raise OptionError(
@@ -73,17 +73,23 @@ def _curvature(
     found = neighborhoods(points.rows, size, side_by_side(points.n, size, anchors, most=256), work.seed)
     # float64: the normal part of a small neighbourhood is far below the float32 rounding of its Gram matrix
     fit = fit_quadratic(local_frames(points.rows, found, d, torch.float64).coordinates, d)
+    radius = found.distances[:, -1]
     over = f"{len(found.anchors)} neighbourhoods"
-    value, bar, notes = _root_mean(fit.form2, over, "|II|")
-    mean_value, mean_bar_, mean_notes = _root_mean(fit.mean2, over, "the mean curvature")
+    value, bar, notes = _root_mean(fit.form2, over, "|II|", factor)
+    mean_value, mean_bar_, mean_notes = _root_mean(fit.mean2, over, "the mean curvature", factor)
     visible, visible_bar = _ratio(fit.normal2, fit.tangent2, over)
-    radius = mean_bar(found.distances[:, -1], over)
+    radius_bar = mean_bar(radius, over)
     n = points.n
     parts = {
         "mean curvature": Estimate(value=mean_value, n=n, method="|tr II| / d", **fields(mean_bar_)),
         "visible curvature": Estimate(value=visible, n=n, method="E|x_N|^2 / E|x_T|^2", **fields(visible_bar)),
         "dimension": Estimate(value=float(d), stderr=None, n=n, method="tangent dimension used"),
-        "radius": Estimate(value=float(found.distances[:, -1].mean()), n=n, method=f"mean r_{size}", **fields(radius)),
+        "radius": Estimate(
+            value=float(radius.mean()) / factor,
+            n=n,
+            method=f"mean r_{size}",
+            **fields(radius_bar and radius_bar.scaled(1 / factor)),
+        ),
     }
     return Estimate(
         value=value,
@@ -147,15 +153,17 @@ def _design(t: Float[Tensor, "m k1 d"]) -> tuple[Float[Tensor, "m k1 q"], list[t
     return torch.cat([torch.ones_like(t[:, :, :1]), t, t[:, :, first] * t[:, :, second]], dim=2), pairs
 
 
-def _root_mean(squares: Tensor, over: str, name: str) -> tuple[float, Bar | None, tuple[str, ...]]:
-    """Root of a mean of noise-corrected squares; without a bar where it is not told apart from zero."""
+def _root_mean(squares: Tensor, over: str, name: str, factor: float) -> tuple[float, Bar | None, tuple[str, ...]]:
+    """``factor`` times the root of a mean of noise-corrected squares; no bar where it is not told apart from zero."""
     mean = float(squares.mean())
     bar = mean_bar(squares, over)
+    value = math.sqrt(max(mean, 0.0)) * factor
+    if not math.isfinite(value):
+        raise NonFiniteError(f"{name} of rows this small is more than a float holds; multiply them by a constant")
     if mean <= 0 or (bar is not None and mean < 2 * bar.stderr):
-        limit = "" if bar is None else f"; below {math.sqrt(max(mean, 0.0) + 2 * bar.stderr):.3g} at 95 %"
-        return math.sqrt(max(mean, 0.0)), None, (f"no error bar: {name} is not told apart from zero{limit}",)
-    value = math.sqrt(mean)
-    return value, None if bar is None else bar.scaled(1 / (2 * value)), ()
+        limit = "" if bar is None else f"; below {math.sqrt(max(mean, 0.0) + 2 * bar.stderr) * factor:.3g} at 95 %"
+        return value, None, (f"no error bar: {name} is not told apart from zero{limit}",)
+    return value, None if bar is None else bar.scaled(factor / (2 * math.sqrt(mean))), ()
 
 
 def _ratio(numerator: Tensor, denominator: Tensor, over: str) -> tuple[float, Bar | None]:
@@ -169,6 +177,7 @@ def _dimension(rows: Tensor, seed: int) -> int:
     if len(rows) < 3:
         raise TooFewRowsError(f"curvature needs neighbourhoods of several distinct rows, got {len(rows)} rows in all")
     found = neighborhoods(rows, min(20, len(rows) - 1), 256, seed)
-    logs = found.distances.log()
-    inverse = float((logs[:, -1:] - logs[:, :-1]).mean())
+    near, far = found.distances[:, :-1], found.distances[:, -1:]
+    logs = (far / near)[near > 0].log()  # a copy, where copies are kept, has no ratio
+    inverse = float(logs.mean()) if len(logs) else 0.0
     return max(1, min(round(1 / inverse) if inverse > 0 else 1, rows.shape[1] - 1))

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.axes import MaskLike, RowsLike
 from anisoscope.errors import DegenerateError, OptionError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
 from anisoscope.measures import anisotropy  # noqa: F401 - enters the measures that are looked up below
-from anisoscope.measures.base import Duplicates, Needs, Points, Workspace, lookup, register, run
+from anisoscope.measures.base import Duplicates, Needs, Points, Workspace, distinct_rows, lookup, register, run
 from anisoscope.measures.neighbors import neighbors_of
-from anisoscope.measures.uncertainty import fields, mean_bar
-from anisoscope.rows import as_rows
+from anisoscope.measures.uncertainty import Bar, fields, mean_bar
+from anisoscope.rows import as_rows, of_unit_size
 
-BATCH_ANCHORS = 64  # neighbourhoods gathered at a time
+BATCH_ANCHORS = 128  # neighbourhoods gathered at a time
 FUKUNAGA_OLSEN = 0.05  # an axis counts if its variance is at least this share of the largest
 EXPLAINED = 0.95  # or as many axes as explain this share
 
@@ -47,13 +49,18 @@ class LocalFrames:
     """Local PCA around each anchor, about the mean of its neighbourhood.
 
     ``tangents`` are orthonormal columns, leading one first; ``variances`` the eigenvalues of the local covariance
-    (divided by k), descending; ``coordinates`` the members of the neighbourhood along all its principal axes.
+    (divided by k), descending; ``scores`` the members' coordinates along all principal axes, scaled to unit length.
     """
 
     tangents: Float[Tensor, "m d r"]
     variances: Float[Tensor, "m j"]
-    coordinates: Float[Tensor, "m k1 j"]
+    scores: Float[Tensor, "m k1 j"]
     neighborhoods: Neighborhoods
+
+    @property
+    def coordinates(self) -> Float[Tensor, "m k1 j"]:
+        """The members of each neighbourhood along all its principal axes."""
+        return self.scores.double() * (self.variances * self.neighborhoods.k).sqrt()[:, None, :]
 
 
 def local_tangents(
@@ -93,27 +100,46 @@ def local_frames(
 ) -> LocalFrames:
     """Local PCA through the Gram matrix of each neighbourhood, which is small where the width is large.
 
-    Members are centred and multiplied in ``dtype`` (by default the rows' own, float32 at least) and decomposed in
+    Differences to the anchor are multiplied in ``dtype`` (by default the rows' own, float32 at least) and centred in
     float64: variances are good to about 1e-6 of the largest in float32, 1e-13 in float64.
     """
-    tangents, variances, coordinates = [], [], []
-    for members in found.members.split(BATCH_ANCHORS):
-        local = rows[members]
-        local = local.to(dtype or torch.promote_types(local.dtype, torch.float32))
-        local = local - local.mean(dim=1, keepdim=True)
-        unit = local.abs().amax(dim=(1, 2), keepdim=True)
-        if not bool((unit > 0).all()):
-            raise DegenerateError("a neighbourhood holds copies of one row only: it has no shape; drop duplicates")
-        local = local / unit  # squares stay in range whatever the scale of the rows
-        values, vectors = _batched_eigh(torch.bmm(local, local.transpose(1, 2)))
-        rank = min(local.shape[1] - 1, local.shape[2])
-        values, vectors = values.flip(1)[:, :rank].clamp_min(0), vectors.flip(2)[:, :, :rank]
-        length = values.sqrt()
-        tangents.append(_orthonormal(torch.bmm(local.transpose(1, 2), vectors[:, :, :dimension].to(local.dtype))))
-        size = unit.double()
-        variances.append(values * size[:, :, 0].square() / (local.shape[1] - 1))
-        coordinates.append(vectors * (length[:, None, :] * size))
-    return LocalFrames(torch.cat(tangents), torch.cat(variances), torch.cat(coordinates), found)
+    dtype = dtype or torch.promote_types(rows.dtype, torch.float32)
+    count, members, width = *found.members.shape, rows.shape[1]
+    rank = min(members - 1, width)
+    make = partial(torch.empty, device=rows.device)
+    tangents = make((count, width, dimension), dtype=dtype)
+    variances, scores = make((count, rank), dtype=torch.float64), make((count, members, rank), dtype=dtype)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for at in range(0, count, BATCH_ANCHORS):
+            here = slice(at, at + BATCH_ANCHORS)
+            local = rows[found.members[here]].to(dtype)
+            local -= local[:, :1].clone()
+            unit = _unit(local)
+            gram = torch.bmm(local, local.transpose(1, 2)).double()
+            gram -= gram.mean(dim=1, keepdim=True)  # about the mean: the anchor was only a near point to start from
+            gram -= gram.mean(dim=2, keepdim=True)
+            values, vectors = _batched_eigh(gram.to(dtype), pool)
+            values = values.flip(1)[:, :rank].double().clamp_min(0)
+            if not bool((values[:, 0] > 0).all()):
+                raise DegenerateError("a neighbourhood holds copies of one row only: it has no shape; drop duplicates")
+            scores[here] = vectors.flip(2)[:, :, :rank]
+            variances[here] = values * unit.double().square() / (members - 1)
+            # Scores sum to zero along each axis, so that these columns do not see which point was taken off.
+            tangents[here] = _orthonormal(torch.bmm(local.transpose(1, 2), scores[here, :, :dimension]))
+    return LocalFrames(tangents, variances, scores, found)
+
+
+def _unit(local: Float[Tensor, "m k1 d"]) -> Float[Tensor, "m 1"]:
+    """Bring differences, in place, to a size whose squares stay in range where they are not; the unit they are in."""
+    size = torch.linalg.vector_norm(local[:, 1:], dim=2)
+    small, large = (1e-140, 1e140) if local.dtype == torch.float64 else (1e-15, 1e15)
+    low, high = size[:, -1].aminmax()  # the farthest member: nearer ones may lie as near as they like
+    if small < float(low) and float(high) < large:
+        return size.new_ones(len(size), 1)
+    unit = local.abs().amax(dim=(1, 2))[:, None]
+    unit = torch.where(unit > 0, unit, 1)
+    local /= unit[:, :, None]
+    return unit
 
 
 def _orthonormal(columns: Float[Tensor, "m d r"]) -> Float[Tensor, "m d r"]:
@@ -121,15 +147,16 @@ def _orthonormal(columns: Float[Tensor, "m d r"]) -> Float[Tensor, "m d r"]:
 
     Twice, since once leaves the square of the condition behind. A span that is smaller than asked is refused.
     """
+    unit = torch.eye(columns.shape[2], dtype=columns.dtype, device=columns.device)
     for _ in range(2):
-        length = torch.linalg.vector_norm(columns, dim=1, keepdim=True)
-        if not bool((length > 1e-6 * length[:, :, :1]).all()):
+        small = columns.transpose(1, 2) @ columns
+        length = small.diagonal(dim1=1, dim2=2).sqrt()
+        if not bool((length > 1e-6 * length[:, :1]).all()):
             raise DegenerateError(
                 f"some neighbourhoods have fewer than {columns.shape[2]} dimensions; ask for a smaller dimension"
             )
-        columns = columns / length
-        small = columns.transpose(1, 2) @ columns
-        unit = torch.eye(columns.shape[2], dtype=columns.dtype, device=columns.device)
+        small = small / length[:, :, None] / length[:, None, :]
+        columns = columns / length[:, None, :]
         if float((small - unit).abs().max()) <= 16 * torch.finfo(columns.dtype).eps:
             return columns  # eigenvectors of well separated size come out orthonormal: nothing to mend
         factor = torch.linalg.cholesky(small.double())
@@ -139,14 +166,14 @@ def _orthonormal(columns: Float[Tensor, "m d r"]) -> Float[Tensor, "m d r"]:
     return columns
 
 
-def _batched_eigh(gram: Float[Tensor, "m k k"]) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k k"]]:
+def _batched_eigh(
+    gram: Float[Tensor, "m k k"], pool: ThreadPoolExecutor
+) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k k"]]:
     """Eigendecompositions of many small matrices; LAPACK takes them one by one, so threads share them out."""
     workers = torch.get_num_threads()
-    wide = gram.double()
     if gram.device.type != "cpu" or workers < 2 or len(gram) < 2 * workers:
-        return torch.linalg.eigh(wide)
-    with ThreadPoolExecutor(workers) as pool:
-        parts = list(pool.map(torch.linalg.eigh, wide.tensor_split(workers)))
+        return torch.linalg.eigh(gram)
+    parts = list(pool.map(torch.linalg.eigh, gram.tensor_split(workers)))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
@@ -182,14 +209,12 @@ def _local_pca_dimension(
     duplicates: Duplicates = "drop",
 ) -> Estimate:
     choose("rule", rule, ("fukunaga_olsen", "explained", "participation"))
-    points = work.points(duplicates)
+    points, _ = work.points(duplicates).in_range()
     frames = _frames(work, points, duplicates, k, anchors)
     values = frames.variances
+    left_out: tuple[str, ...] = ()
     if rule == "participation":
-        inverse = inverse_participation(frames.coordinates)
-        mean = float(inverse.mean())
-        bar = mean_bar(inverse, _over(frames))
-        value, bar = 1 / mean, None if bar is None else bar.scaled(1 / mean**2)
+        value, bar, left_out = _pooled([frames.coordinates], points, _over(frames))
     else:
         if rule == "fukunaga_olsen":
             counts = (values >= FUKUNAGA_OLSEN * values[:, :1]).sum(dim=1)
@@ -197,7 +222,8 @@ def _local_pca_dimension(
             share = values.cumsum(dim=1) / values.sum(dim=1, keepdim=True)
             counts = (share < EXPLAINED).sum(dim=1) + 1
         value, bar = float(counts.double().mean()), mean_bar(counts.double(), _over(frames))
-    notes = points.notes if bar else (*points.notes, "no error bar: too few neighbourhoods, or all read the same")
+    notes = (*points.notes, *left_out)
+    notes = notes if bar else (*notes, "no error bar: too few neighbourhoods, or all read the same")
     return Estimate(value=value, n=points.n, method=f"local PCA, k={k}, {rule}", notes=notes, **fields(bar))
 
 
@@ -234,7 +260,7 @@ def _local_isotropy(
     duplicates: Duplicates = "drop",
 ) -> Estimate:
     choose("measure", measure, _LOCAL)
-    points = work.points(duplicates)
+    points, _ = work.points(duplicates).in_range()
     width = points.rows.shape[1]
     if width < 2:
         raise DegenerateError("isotropy needs at least two columns; rows of width 1 have one direction only")
@@ -253,7 +279,7 @@ def _local_isotropy(
         over=balls.over,
         n=points.n,
         method=f"{measure} in balls, k={k}",
-        notes=points.notes,
+        notes=(*points.notes, *balls.notes),
         parts=parts,
     )
 
@@ -266,15 +292,41 @@ def _summary(
     groups: list[Tensor], measure: LocalMeasure, width: int, points: Points, method: str, over: str
 ) -> Estimate:
     """One measure over neighbourhoods given by their principal coordinates ``(m, k1, j)``."""
-    each = torch.cat([_LOCAL[measure](group) for group in groups])
-    mean, bar = float(each.mean()), mean_bar(each, over)
-    if measure in ("isoscore", "participation_ratio"):  # pooled as the inverse: its few-row noise averages out
-        value, bar = 1 / mean, None if bar is None else bar.scaled(1 / mean**2)
-        if measure == "isoscore":
-            value, bar = (value - 1) / (width - 1), None if bar is None else bar.scaled(1 / (width - 1))
-    else:
-        value = mean
-    return Estimate(value=value, n=points.n, method=method, **fields(bar))
+    if measure in ("spectral_ratio", "effective_rank"):
+        each = torch.cat([_LOCAL[measure](of_unit_size(group)) for group in groups])
+        return Estimate(value=float(each.mean()), n=points.n, method=method, **fields(mean_bar(each, over)))
+    value, bar, notes = _pooled(groups, points, over)
+    if measure == "isoscore":
+        value, bar = (value - 1) / (width - 1), None if bar is None else bar.scaled(1 / (width - 1))
+    return Estimate(value=value, n=points.n, method=method, notes=notes, **fields(bar))
+
+
+def _pooled(groups: list[Tensor], points: Points, over: str) -> tuple[float, Bar | None, tuple[str, ...]]:
+    """A participation ratio out of inverse ones, whose few-row noise averages out."""
+    groups = [of_unit_size(group) for group in groups]
+    solid = torch.cat([_spread_on_several_rows(group, points.rows.dtype) for group in groups])
+    if not bool(solid.any()):
+        raise DegenerateError("in each neighbourhood one row stands apart from copies of another; drop duplicates")
+    inverse = torch.cat([inverse_participation(group) for group in groups])[solid]
+    mean, bar = float(inverse.mean()), mean_bar(inverse, over)
+    if mean <= 16 * torch.finfo(torch.promote_types(points.rows.dtype, torch.float32)).eps:
+        raise TooFewRowsError(f"too few rows in {over} to correct the bias: tr(S^2) reads zero; take a larger k")
+    lost = len(solid) - len(inverse)
+    notes = (f"{lost:,} of {len(solid):,} neighbourhoods left out: their spread is that of one row",) if lost else ()
+    return 1 / mean, None if bar is None else bar.scaled(1 / mean**2), notes
+
+
+def _spread_on_several_rows(coordinates: Float[Tensor, "m k1 j"], dtype: torch.dtype) -> Bool[Tensor, "m"]:
+    """Whether ``(tr S)^2`` without bias, a mean over two disjoint pairs of rows, is more than rounding.
+
+    It is zero where all rows but one are equal, and so is the unbiased ``tr S^2``: their ratio would be noise. Bounded
+    from above through ``tr S^2 <= (tr S)^2``, which is sharp there.
+    """
+    n = coordinates.shape[1]
+    radius2 = coordinates.square().sum(dim=2)
+    radial = n * (n - 1) * radius2.square().sum(dim=1) / radius2.sum(dim=1).square()
+    rounding = 256 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return n * n - 3 * n + 3 - radial > rounding * n * n
 
 
 def inverse_participation(coordinates: Float[Tensor, "m k1 j"]) -> Float[Tensor, "m"]:
@@ -319,8 +371,10 @@ def _cell_coordinates(rows: Tensor, cells: int, min_rows: int, seed: int) -> lis
         members = (labels == cell).nonzero().reshape(-1)[: 16 * min_rows]
         if len(members) >= max(min_rows, 4):
             local = rows[members].double()
-            local = local - local.mean(dim=0)
-            left, sigma, _ = torch.linalg.svd(local, full_matrices=False)
+            local = local - local[0]  # exact for equal rows, where a mean would be rounded
+            if not bool(local.any()):
+                raise DegenerateError("a k-means cell holds copies of one row only: it has no shape; drop duplicates")
+            left, sigma, _ = torch.linalg.svd(local - local.mean(dim=0), full_matrices=False)
             groups.append((left * sigma)[None])
     return groups
 
@@ -333,7 +387,10 @@ def _k_means(rows: Tensor, cells: int, seed: int) -> Tensor:
     sample = rows[torch.randperm(len(rows), generator=generator)[:8192].to(rows.device)].double()
     mean = sample.mean(dim=0)
     data = (sample - mean).cpu().numpy()
-    centres, _ = kmeans2(data, data[:cells].copy(), minit="matrix", iter=10, missing="warn")
+    starts = data[distinct_rows(sample)[0][:cells].cpu().numpy()]  # copies of one start would leave cells empty
+    with warnings.catch_warnings():  # a cell may still lose its rows to others; it keeps its centre, and is not used
+        warnings.filterwarnings("ignore", message="One of the clusters is empty")
+        centres, _ = kmeans2(data, starts, minit="matrix", iter=10, missing="warn")
     marks = torch.as_tensor(centres).to(rows.device)
     parts = [torch.cdist(part.double() - mean, marks).argmin(dim=1) for part in rows.split(8192)]
     return torch.cat(parts)

@@ -14,22 +14,24 @@ number of axes kept is chosen on a sample by counting the pairs that would survi
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anisoscope.errors import NonFiniteError, OptionError, TooFewRowsError, name_rows
-from anisoscope.rows import non_finite_rows
+from anisoscope.errors import OptionError, TooFewRowsError
+from anisoscope.measures.plan import Plan, choose_plan, principal_axes, project, scale_of
 
 TILE_ROWS, TILE_COLUMNS = 2048, 1024  # a float32 tile of 8 MB: large enough for BLAS, small enough for cache
 PAIR_BLOCK = 4096  # pairs measured at a time in float64
-MIN_ROWS_TO_PLAN = 4096  # below this one sweep costs less than choosing how to do it
+FEW_ROWS = 8192  # up to here all bounds of a row are looked at together: no order, no cells, no plan
+ANCHOR_ROWS = 512  # rows searched together in that way
+EXACT_PAIRS = 2048  # pairs measured together there: their differences stay in cache
+SPARE = 6  # candidates taken beyond k, since bounds may change the order of near equals
 CELL_ROWS = 256  # rows per landmark
 NEAR_CELLS = 6  # cells searched for the first bounds; with the full product, whose columns are dear, only the own one
-SAMPLED_ROWS, SAMPLED_COLUMNS = 128, 4096  # what ``plan`` looks at
 FLOAT32_UNIT = 2.0**-24
 
 
@@ -50,21 +52,6 @@ class Neighbors:
         return Neighbors(self.distances[:, :k], self.indices[:, :k])
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How the sweep bounds distances: from ``axes`` leading principal axes (all of them: the full product)."""
-
-    axes: int
-    width: int
-    survivors: float
-    """Expected share of pairs that must be measured exactly."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the bound uses every axis."""
-        return self.axes >= self.width
-
-
 def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None = None, seed: int = 0) -> Neighbors:
     """The ``k`` nearest other rows of every row, exact in float64, ties in any order.
 
@@ -76,13 +63,15 @@ def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None =
         raise OptionError(f"k must be at least 1, got {k}")
     if n < k + 1:
         raise TooFewRowsError(f"{k} neighbours need at least {k + 1} distinct rows, got {n}")
+    if plan is None and n <= FEW_ROWS:
+        return neighbors_of(rows, torch.arange(n, device=rows.device), k)
     generator = torch.Generator().manual_seed(seed)
     mean = rows.mean(dim=0, dtype=torch.float64)
     if plan is None:
         plan, basis = choose_plan(rows, mean, k, generator)
     else:
         basis = None if plan.is_full else principal_axes(rows, mean, generator)
-    coordinates = None if basis is None or plan.is_full else _project(rows, mean, basis[:, : plan.axes])
+    coordinates = None if basis is None or plan.is_full else project(rows, mean, basis[:, : plan.axes])
     search = _Search(rows, coordinates, k)
     search.order_rows(generator)
     search.first_bounds()
@@ -91,17 +80,17 @@ def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None =
 
 
 def neighbors_of(rows: Float[Tensor, "n d"], anchors: Int[Tensor, "m"], k: int) -> Neighbors:
-    """The ``k`` nearest other rows of a few rows, exact in float64: for local geometry, where not all rows are asked.
+    """The ``k`` nearest other rows of some rows, exact in float64: for few rows, or where not all rows are asked.
 
-    Twice as many candidates as needed are taken by their lower bounds; where the bound of the last one does not reach
+    A few more candidates than needed are taken by their lower bounds; where the bound of the last one does not reach
     the k-th distance found, some row may be missing, and the number of candidates is doubled.
     """
     n = len(rows)
     if n < k + 1:
         raise TooFewRowsError(f"{k} neighbours need at least {k + 1} distinct rows, got {n}")
     search = _Search(rows, None, k)
-    for part in anchors.split(256):
-        take, left = min(2 * k + 8, n - 1), part
+    for part in anchors.split(ANCHOR_ROWS):
+        take, left = min(k + SPARE, n - 1), part
         while len(left):
             left = search.search_from(left, take)
             take = min(2 * take, n - 1)
@@ -114,7 +103,7 @@ class _Search:
     def __init__(self, rows: Tensor, coordinates: Tensor | None, k: int) -> None:
         n, width = rows.shape
         self.rows, self.coordinates, self.k = rows, coordinates, k
-        self.scale = _power_of_two_scale(rows)
+        self.scale = scale_of(rows)
         self.best = torch.full((n, k), torch.inf, dtype=torch.float64, device=rows.device)
         self.index = torch.full((n, k), -1, dtype=torch.int64, device=rows.device)
         self.order = torch.arange(n, device=rows.device)
@@ -191,6 +180,23 @@ class _Search:
 
     def search_from(self, part: Tensor, take: int) -> Tensor:
         """Measure the ``take`` most promising rows of each row of ``part``; return the rows this did not settle."""
+        value, index = self._candidates(part, take)
+        few = max(1, EXACT_PAIRS // take)
+        d2 = torch.cat([self._exact_block(i, j) for i, j in zip(part.split(few), index.split(few), strict=True)])
+        self.best[part], position = d2.topk(self.k, dim=1, largest=False, sorted=True)
+        self.index[part] = index.gather(1, position)
+        if take >= len(self.rows) - 1:
+            return part[:0]
+        return part[value[:, -1] < self._limit(part)]
+
+    def _candidates(self, part: Tensor, take: int) -> tuple[Tensor, Tensor]:
+        """The ``take`` smallest lower bounds of each row of ``part``, ascending, and whose they are."""
+        if len(self.rows) <= FEW_ROWS:
+            block = self._whole
+            bound = self._lower_bounds(block[part], block)
+            bound.scatter_(1, part[:, None], torch.inf)
+            best = bound.topk(take, dim=1, largest=False)
+            return best.values, best.indices
         origin = self.origin(part)
         block = self.block(part, origin)
         value = block.new_empty((len(part), 0))
@@ -203,11 +209,18 @@ class _Search:
             index = torch.cat([index, columns[best.indices]], dim=1)
             value, position = value.topk(min(take, value.shape[1]), dim=1, largest=False, sorted=True)
             index = index.gather(1, position)
-        wanted = torch.isfinite(value)
-        self._measure(part[:, None].expand_as(index)[wanted], index[wanted])
-        if take >= len(self.rows) - 1:
-            return part[:0]
-        return part[value[:, -1] < self._limit(part)]
+        return value, index
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        """All rows relative to their mean: one copy, worth its memory where there are few."""
+        return self.block(self.order, self.origin(self.order))
+
+    def _exact_block(self, i: Int[Tensor, "m"], j: Int[Tensor, "m t"]) -> Float[Tensor, "m t"]:
+        """Squared distances between each row and its own candidates, by differences in float64."""
+        difference = self.rows[j].double()
+        difference -= self.rows[i].double()[:, None]
+        return torch.linalg.vector_norm(difference.mul_(self.scale) if self.scale != 1 else difference, dim=2).square_()
 
     def sweep(self) -> None:
         """Visit every pair of tiles once; measure each pair whose lower bound beats the k-th distance of either row."""
@@ -245,7 +258,8 @@ class _Search:
     def _limit(self, which: Tensor) -> Tensor:
         """The k-th squared distance, rounded up to float32, so that a comparison in float32 never drops a pair."""
         limit = self.best[which, -1]
-        return (limit * (1 + 2.0**-22)).float()
+        # Beside one enormous row all others are tiny, and their squares would vanish in float32 and hide every pair.
+        return torch.where(limit > 0, (limit * (1 + 2.0**-22)).float() + 1e-36, 0.0)
 
     def _lower_bounds(self, a: Tensor, b: Tensor) -> Tensor:
         """A tile of certified lower bounds on squared distances."""
@@ -305,92 +319,6 @@ class _Search:
 
     def result(self) -> Neighbors:
         return Neighbors(self.best.sqrt() / self.scale, self.index)
-
-
-def choose_plan(
-    rows: Float[Tensor, "n d"], mean: Float[Tensor, "d"], k: int, generator: torch.Generator
-) -> tuple[Plan, Float[Tensor, "d d"] | None]:
-    """Choose how many principal axes to bound with, by the pairs that would survive on a sample; the axes come along.
-
-    Costs per pair, in units of one multiply-add of the product: the axes themselves, a fixed scan of the tile, and for
-    each survivor one measurement by differences, which moves whole rows through memory.
-    """
-    n, width = rows.shape
-    full = Plan(axes=width, width=width, survivors=k / n)
-    if n < MIN_ROWS_TO_PLAN or width < 32:
-        return full, None
-    if _power_of_two_scale(rows) != 1:
-        return full, None  # the short look below is in float32
-    basis = principal_axes(rows, mean, generator)
-    picks = torch.randperm(n, generator=generator)
-    some, others = picks[:SAMPLED_ROWS].to(rows.device), picks[-SAMPLED_COLUMNS:].to(rows.device)
-    limit = _sampled_limits(rows, mean, some, k)
-    scan, measure = 24.0, 24.0 * width
-    best, best_cost = full, (width + scan) * 0.8  # the full product keeps the benefit of the doubt
-    a = (rows[some].double() - mean) @ basis
-    b = (rows[others].double() - mean) @ basis
-    axes = 8
-    while axes <= width // 2:
-        lead = torch.cdist(a[:, :axes], b[:, :axes])
-        rest = a[:, axes:].norm(dim=1)[:, None] - b[:, axes:].norm(dim=1)[None, :]
-        survivors = float((lead.square() + rest.square() < limit[:, None]).double().mean())
-        cost = axes + scan + survivors * measure
-        if cost < best_cost:
-            best, best_cost = Plan(axes=axes, width=width, survivors=survivors), cost
-        axes *= 2
-    return best, basis
-
-
-def principal_axes(
-    rows: Float[Tensor, "n d"], mean: Float[Tensor, "d"], generator: torch.Generator
-) -> Float[Tensor, "d d"]:
-    """Orthonormal principal axes of a sample of rows, leading one first (any orthonormal basis keeps bounds valid)."""
-    picks = torch.randperm(len(rows), generator=generator)[:8192].to(rows.device)
-    sample = (rows[picks].double() - mean).float()
-    vectors = torch.linalg.eigh((sample.T @ sample).double()).eigenvectors
-    return vectors.flip(1)
-
-
-def _project(rows: Tensor, mean: Tensor, basis: Tensor) -> Tensor:
-    """Leading coordinates of each row, and the length of what is left of it as one more coordinate (float64).
-
-    By the triangle inequality the lengths of two residuals differ by no more than the residuals do, so Euclidean
-    distance between these short vectors never exceeds the true one.
-    """
-    out = rows.new_empty((len(rows), basis.shape[1] + 1), dtype=torch.float64)
-    for start in range(0, len(rows), 4096):
-        centred = rows[start : start + 4096].double() - mean
-        lead = centred @ basis
-        out[start : start + 4096, :-1] = lead
-        # Not from the difference of squared lengths: that would lose half the digits where little is left.
-        out[start : start + 4096, -1] = torch.linalg.vector_norm(centred.sub_(lead @ basis.T), dim=1)
-    return out
-
-
-def _sampled_limits(rows: Tensor, mean: Tensor, some: Tensor, k: int) -> Tensor:
-    """Squared k-th neighbour distances of a few rows among all, good to float32: only used to plan."""
-    a = (rows[some].double() - mean).float()
-    best = a.new_full((len(a), k + 1), torch.inf)
-    for part in rows.split(16384):
-        b = (part.double() - mean).float() if part.dtype == torch.float64 else part.float() - mean.float()
-        d2 = a.square().sum(1)[:, None] + b.square().sum(1)[None, :] - 2 * a @ b.T
-        best = torch.cat([best, d2.topk(min(k + 1, len(b)), dim=1, largest=False).values], dim=1)
-        best = best.topk(k + 1, dim=1, largest=False).values
-    return best[:, -1].clamp_min(0).double()
-
-
-def _power_of_two_scale(rows: Tensor) -> float:
-    """1 for rows of ordinary size, else the power of two that brings them there, so that no square leaves float32.
-
-    A power of two changes no digit, so results are those of the rows as they came.
-    """
-    low, high = rows.aminmax()
-    largest = max(abs(float(low)), abs(float(high)))
-    if not math.isfinite(largest):
-        raise NonFiniteError(f"{name_rows(non_finite_rows(rows).tolist())} hold NaN or infinity; mask them")
-    if largest == 0 or 1e-6 < largest < 1e6:
-        return 1.0
-    return 2.0 ** -math.floor(math.log2(largest))
 
 
 def _nearest_mark(block: Tensor, marks: Tensor) -> Tensor:

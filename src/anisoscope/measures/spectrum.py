@@ -72,12 +72,13 @@ def require_spread(work: Workspace, at_least: int = 2) -> None:
 def top(work: Workspace) -> Top:
     """The leading eigenpair of the covariance, by the same route whatever else is computed, so that bits agree."""
     if "top" not in work.cache:
-        work.cache["top"] = _top(work.moments)
+        work.cache["top"] = _top(work)
     found: Top = work.cache["top"]
     return found
 
 
-def _top(moments: Moments) -> Top:
+def _top(work: Workspace) -> Top:
+    moments = work.moments
     covariance = moments.covariance()
     total = float(covariance.trace())
     width = moments.width
@@ -91,8 +92,16 @@ def _top(moments: Moments) -> Top:
             return Top(lead, torch.from_numpy(vectors[:, -1].copy()), total)
         except ArpackNoConvergence:
             pass
-    every, columns = torch.linalg.eigh(covariance)
+    every, columns = _decomposed(work)
     return Top(every.flip(0).clamp_min(0), columns[:, -1], total)
+
+
+def _decomposed(work: Workspace) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, ascending, and eigenvectors of the covariance: the dear step, taken once for all measures."""
+    if "eigh" not in work.cache:
+        work.cache["eigh"] = tuple(torch.linalg.eigh(work.moments.covariance()))
+    values, vectors = work.cache["eigh"]
+    return values, vectors
 
 
 def spectrum(work: Workspace) -> Spectrum:
@@ -115,7 +124,7 @@ def _spectrum(work: Workspace) -> Spectrum:
     rows = work.all_rows
     if rows is not None and n <= width:
         return _spectrum_of_few(rows, moments, rank)
-    values, vectors = torch.linalg.eigh(moments.covariance())
+    values, vectors = _decomposed(work)
     values, vectors = values.flip(0)[:rank].clamp_min(0), vectors.flip(1)[:, :rank]
     floor = float(values[0]) * width * torch.finfo(torch.float64).eps
     if float(values[-1]) > float(values[0]) * GRAM_LIMIT:

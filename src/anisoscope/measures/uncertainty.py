@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,12 +47,16 @@ NO_BAR: dict[str, Any] = {"stderr": None, "dof": None, "over": None}
 
 @dataclass(frozen=True)
 class ErrorRows:
-    """Rows in ``blocks`` blocks of equal length, standing for ``n`` rows."""
+    """Blocks of equally many rows, standing for ``n`` rows; a view of the data where these lie in memory."""
 
-    rows: Float[Tensor, "n d"]
-    blocks: int
+    blocks: Float[Tensor, "g l d"]
     n: int
     over: str
+
+    @cached_property
+    def rows(self) -> Float[Tensor, "m d"]:
+        """The rows of all blocks, one after the other."""
+        return self.blocks.reshape(-1, self.blocks.shape[2])
 
     @classmethod
     def from_stretches(cls, found: Stretches) -> ErrorRows:
@@ -60,34 +65,30 @@ class ErrorRows:
         if whole < ERROR_BLOCKS // 2:
             return spread_runs(found.rows, found.seen)
         over = f"rows, in {whole} blocks of consecutive ones"
-        return cls(found.rows[: whole * STRETCH_ROWS], whole, found.seen, over)
+        return cls(found.rows[: whole * STRETCH_ROWS].unflatten(0, (whole, -1)), found.seen, over)
 
-    def bar(self, influence: Float[Tensor, "n"]) -> Bar | None:
+    def bar(self, influence: Float[Tensor, "..."]) -> Bar | None:
         """The error bar of a functional whose value moves by ``influence_i / n`` when row i is weighted up.
 
         None with fewer than three blocks: a spread of two numbers carries no information worth printing.
         """
-        if self.blocks < 3:
+        count = len(self.blocks)
+        if count < 3:
             return None
-        means = influence.double().reshape(self.blocks, -1).mean(dim=1)
+        means = influence.double().reshape(count, -1).mean(dim=1)
         # The blocks hold len(rows) of n rows; an error bar of the mean over all shrinks by the root of that share.
-        variance = float(means.var(correction=1)) / self.blocks * (len(influence) / self.n)
-        return Bar(math.sqrt(variance), self.blocks - 1, self.over)
+        variance = float(means.var(correction=1)) / count * (influence.numel() / self.n)
+        return Bar(math.sqrt(variance), count - 1, self.over)
 
 
 def spread_runs(rows: Float[Tensor, "n d"], n: int) -> ErrorRows:
     """Runs of consecutive rows, evenly spread; single rows where there are too few for runs."""
     if n < 2 * ERROR_BLOCKS:
-        return ErrorRows(rows, n, n, "rows")
+        return ErrorRows(rows[:, None], n, "rows")
     length = min(STRETCH_ROWS, n // ERROR_BLOCKS)
     stride = n // ERROR_BLOCKS
     blocks = rows[: ERROR_BLOCKS * stride].reshape(ERROR_BLOCKS, stride, -1)[:, :length]
-    return ErrorRows(
-        blocks.reshape(ERROR_BLOCKS * length, -1),
-        ERROR_BLOCKS,
-        n,
-        f"rows, in {ERROR_BLOCKS} blocks of consecutive ones",
-    )
+    return ErrorRows(blocks, n, f"rows, in {ERROR_BLOCKS} blocks of consecutive ones")
 
 
 def subsample_bars(

@@ -11,6 +11,7 @@ from torch import Tensor
 from anisoscope.errors import ShapeError, ZeroRowError, name_rows
 
 BLOCK_ROWS = 2048  # a block is read from memory once and then multiplied from cache
+PART_ROWS = 128  # rows summed in float32 before float64 takes over
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,24 @@ def _unit_sum(block: Tensor, start: int) -> Tensor:
     length = torch.linalg.vector_norm(wide, dim=1)
     if not _is_safe(length):
         return unit_rows(block, start).sum(dim=0, dtype=torch.float64)
-    return (length.reciprocal_() @ wide).double()
+    length.reciprocal_()
+    whole = len(wide) - len(wide) % PART_ROWS
+    # A batch of short products reads the rows at twice the speed of one long one, and rounds less.
+    parts = torch.bmm(length[:whole].view(-1, 1, PART_ROWS), wide[:whole].reshape(-1, PART_ROWS, wide.shape[1]))
+    total = parts.sum(dim=(0, 1), dtype=torch.float64)
+    return total if whole == len(wide) else total + (length[whole:] @ wide[whole:]).double()
 
 
-def along(rows: Float[Tensor, "n d"], direction: Float[Tensor, "d"]) -> Float[Tensor, "n"]:
+def along(blocks: Float[Tensor, "g l d"], direction: Float[Tensor, "d"]) -> Float[Tensor, "g l"]:
     """``x . direction / |x|`` of each row, in two reads of the rows where their size is ordinary."""
-    wide = rows if rows.dtype == torch.float64 else rows.float()
-    length = torch.linalg.vector_norm(wide, dim=1)
+    wide = blocks if blocks.dtype == torch.float64 else blocks.float()
+    length = torch.linalg.vector_norm(wide, dim=2)
     if not _is_safe(length):
-        return (unit_rows(rows) @ direction.to(wide.dtype)).double()
-    return (wide @ direction.to(wide.dtype) / length).double()
+        flat = unit_rows(blocks.reshape(-1, blocks.shape[2]))
+        return (flat @ direction.to(wide.dtype)).double().reshape(length.shape)
+    # A batched product takes blocks that lie apart as they are, where a plain one would copy them together.
+    line = direction.to(wide.dtype).expand(len(wide), 1, -1)
+    return (torch.bmm(line, wide.transpose(1, 2))[:, 0] / length).double()
 
 
 def _is_safe(length: Tensor) -> bool:

@@ -1,0 +1,111 @@
+"""How to search for neighbours: how many principal axes the bounds use, chosen on a sample before the sweep begins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anisoscope.errors import NonFiniteError, name_rows
+from anisoscope.rows import largest_size, non_finite_rows, power_of_two_scale
+
+MIN_ROWS_TO_PLAN = 4096  # below this one sweep costs less than choosing how to do it
+SAMPLED_ROWS, SAMPLED_COLUMNS = 128, 4096  # what ``choose_plan`` looks at
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the sweep bounds distances: from ``axes`` leading principal axes (all of them: the full product)."""
+
+    axes: int
+    width: int
+    survivors: float
+    """Expected share of pairs that must be measured exactly."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the bound uses every axis."""
+        return self.axes >= self.width
+
+
+def choose_plan(
+    rows: Float[Tensor, "n d"], mean: Float[Tensor, "d"], k: int, generator: torch.Generator
+) -> tuple[Plan, Float[Tensor, "d d"] | None]:
+    """Choose how many principal axes to bound with, by the pairs that would survive on a sample; the axes come along.
+
+    Costs per pair, in units of one multiply-add of the product: the axes themselves, a fixed scan of the tile, and for
+    each survivor one measurement by differences, which moves whole rows through memory.
+    """
+    n, width = rows.shape
+    full = Plan(axes=width, width=width, survivors=k / n)
+    if n < MIN_ROWS_TO_PLAN or width < 32:
+        return full, None
+    if scale_of(rows) != 1:
+        return full, None  # the short look below is in float32
+    basis = principal_axes(rows, mean, generator)
+    picks = torch.randperm(n, generator=generator)
+    some, others = picks[:SAMPLED_ROWS].to(rows.device), picks[-SAMPLED_COLUMNS:].to(rows.device)
+    limit = _sampled_limits(rows, mean, some, k)
+    scan, measure = 24.0, 24.0 * width
+    best, best_cost = full, (width + scan) * 0.8  # the full product keeps the benefit of the doubt
+    a = (rows[some].double() - mean) @ basis
+    b = (rows[others].double() - mean) @ basis
+    axes = 8
+    while axes <= width // 2:
+        lead = torch.cdist(a[:, :axes], b[:, :axes])
+        rest = a[:, axes:].norm(dim=1)[:, None] - b[:, axes:].norm(dim=1)[None, :]
+        survivors = float((lead.square() + rest.square() < limit[:, None]).double().mean())
+        cost = axes + scan + survivors * measure
+        if cost < best_cost:
+            best, best_cost = Plan(axes=axes, width=width, survivors=survivors), cost
+        axes *= 2
+    return best, basis
+
+
+def principal_axes(
+    rows: Float[Tensor, "n d"], mean: Float[Tensor, "d"], generator: torch.Generator
+) -> Float[Tensor, "d d"]:
+    """Orthonormal principal axes of a sample of rows, leading one first (any orthonormal basis keeps bounds valid)."""
+    picks = torch.randperm(len(rows), generator=generator)[:8192].to(rows.device)
+    sample = (rows[picks].double() - mean).float()
+    vectors = torch.linalg.eigh((sample.T @ sample).double()).eigenvectors
+    return vectors.flip(1)
+
+
+def project(rows: Tensor, mean: Tensor, basis: Tensor) -> Tensor:
+    """Leading coordinates of each row, and the length of what is left of it as one more coordinate (float64).
+
+    By the triangle inequality the lengths of two residuals differ by no more than the residuals do, so Euclidean
+    distance between these short vectors never exceeds the true one.
+    """
+    out = rows.new_empty((len(rows), basis.shape[1] + 1), dtype=torch.float64)
+    for start in range(0, len(rows), 4096):
+        centred = rows[start : start + 4096].double() - mean
+        lead = centred @ basis
+        out[start : start + 4096, :-1] = lead
+        # Not from the difference of squared lengths: that would lose half the digits where little is left.
+        out[start : start + 4096, -1] = torch.linalg.vector_norm(centred.sub_(lead @ basis.T), dim=1)
+    return out
+
+
+def _sampled_limits(rows: Tensor, mean: Tensor, some: Tensor, k: int) -> Tensor:
+    """Squared k-th neighbour distances of a few rows among all, good to float32: only used to plan."""
+    a = (rows[some].double() - mean).float()
+    best = a.new_full((len(a), k + 1), torch.inf)
+    for part in rows.split(16384):
+        b = (part.double() - mean).float() if part.dtype == torch.float64 else part.float() - mean.float()
+        d2 = a.square().sum(1)[:, None] + b.square().sum(1)[None, :] - 2 * a @ b.T
+        best = torch.cat([best, d2.topk(min(k + 1, len(b)), dim=1, largest=False).values], dim=1)
+        best = best.topk(k + 1, dim=1, largest=False).values
+    return best[:, -1].clamp_min(0).double()
+
+
+def scale_of(rows: Tensor) -> float:
+    """The power of two at which no square of these rows leaves float32; rows that are not finite are named."""
+    largest = largest_size(rows)
+    if not math.isfinite(largest):
+        raise NonFiniteError(f"{name_rows(non_finite_rows(rows).tolist())} hold NaN or infinity; mask them")
+    return power_of_two_scale(largest)
