@@ -16,15 +16,30 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ("errors", "estimate"),
     ("axes", "rows", "runs"),
-    ("stats", "views"),
-    ("distributed", "measures", "theory"),
-    ("demo",),
+    ("stats", "text", "views"),
+    ("distributed", "measures", "models", "theory"),
+    ("capture", "slices"),
+    ("engines", "profiling"),
+    ("sweep",),
+    ("commands", "demo"),
     ("cli",),
     ("__init__",),
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 PUBLIC = [
+    "write_report",
+    "load_corpus",
+    "profile",
+    "open_runs",
+    "RunWriter",
+    "RunReader",
+    "export",
+    "ProfileOptions",
+    "record",
+    "discover",
+    "Site",
+    "load_model",
     "AnisoscopeError",
     "BinMoments",
     "Estimate",

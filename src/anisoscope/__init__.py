@@ -3,6 +3,7 @@
     import anisoscope as an
     an.two_nn(X)                                  # any tensor or array, gives an Estimate
     an.measure(X, ["two_nn", "spectral_ratio"])   # several at once, sharing the work
+    an.profile("path-or-name", text="file.txt")   # every layer of a model, stored as a run
 
 Names load on first use, so that reading stored results needs no torch.
 """
@@ -41,6 +42,15 @@ _HOMES = {
     "anisoscope.stats.reservoir": ("Reservoir",),
     "anisoscope.stats.sketch": ("Sketch",),
     "anisoscope.distributed": ("merge_across_ranks",),
+    "anisoscope.models.load": ("load_model",),
+    "anisoscope.models.sites": ("Site", "discover"),
+    "anisoscope.capture.hooks": ("record",),
+    "anisoscope.profiling": ("ProfileOptions",),
+    "anisoscope.runs.export": ("export",),
+    "anisoscope.runs.store": ("RunReader", "RunWriter", "open_runs"),
+    "anisoscope.sweep": ("profile",),
+    "anisoscope.text.corpus": ("load_corpus",),
+    "anisoscope.views.report": ("write_report",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -60,6 +70,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from anisoscope.capture.hooks import record as record
     from anisoscope.distributed import merge_across_ranks as merge_across_ranks
     from anisoscope.errors import AnisoscopeError as AnisoscopeError
     from anisoscope.estimate import Estimate as Estimate
@@ -89,7 +100,18 @@ if TYPE_CHECKING:
     from anisoscope.measures.paths import turning_angle as turning_angle
     from anisoscope.measures.table import measure as measure
     from anisoscope.measures.table import measure_names as measure_names
+    from anisoscope.models.load import load_model as load_model
+    from anisoscope.models.sites import Site as Site
+    from anisoscope.models.sites import discover as discover
+    from anisoscope.profiling import ProfileOptions as ProfileOptions
+    from anisoscope.runs.export import export as export
+    from anisoscope.runs.store import RunReader as RunReader
+    from anisoscope.runs.store import RunWriter as RunWriter
+    from anisoscope.runs.store import open_runs as open_runs
     from anisoscope.stats.counts import BinMoments as BinMoments
     from anisoscope.stats.moments import Moments as Moments
     from anisoscope.stats.reservoir import Reservoir as Reservoir
     from anisoscope.stats.sketch import Sketch as Sketch
+    from anisoscope.sweep import profile as profile
+    from anisoscope.text.corpus import load_corpus as load_corpus
+    from anisoscope.views.report import write_report as write_report

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from anisoscope import __version__
+from anisoscope.commands import data
+from anisoscope.commands import profile as looking
 from anisoscope.errors import AnisoscopeError, OptionError
 
 app = typer.Typer(
@@ -22,6 +24,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(data.app, name="data")
+for command in (looking.profile, looking.sweep, looking.compare, looking.report, looking.export):
+    app.command()(command)
 
 
 @app.callback()
@@ -52,8 +59,8 @@ def demo(
         for check in run_demo(rows, seed):
             checks.append(check)
             progress.update(task, advance=1, description=check.record.measure.strip())
-    for data, group in groupby(checks, key=lambda check: check.record.site):
-        console.print(truth_table(data, list(group)))
+    for site, group in groupby(checks, key=lambda check: check.record.site):
+        console.print(truth_table(site, list(group)))
     good = sum(check.agrees for check in checks)
     console.print(
         f"{good} of {len(checks)} agree with the truth: within 4 standard errors (se), or within the bias that "

@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from anisoscope.estimate import Estimate
-from anisoscope.runs.records import Record
+from anisoscope.runs.records import Probe, Record, site_order
+from anisoscope.views.series import FIRST_SLICE, Series, measure_order, with_error
 
 SURPRISE = 4.0  # standard errors from the truth that call for a second look
 
@@ -78,3 +79,30 @@ def estimate_table(estimates: Mapping[str, Estimate], title: str) -> Table:
                 f"  {escape(part)}", f"{value.value:.6g}", part_stderr, "", "", escape(value.method), style="dim"
             )
     return table
+
+
+def layer_table(series: Series) -> Table:
+    """Sites by measures of one model at its last step, over all tokens: value ± standard error."""
+    records = [record for record in series.last() if record.slice == FIRST_SLICE]
+    names = sorted({record.measure for record in records}, key=measure_order)
+    sites = sorted({record.site for record in records}, key=site_order)
+    found = {(record.site, record.measure): record.estimate for record in records}
+    step = f", step {series.steps[-1]:,}" if series.steps and series.steps[-1] else ""
+    table = Table(box=box.SIMPLE_HEAD, title=escape(f"{series.label}{step}"), title_justify="left", title_style="bold")
+    table.add_column("site", no_wrap=True)
+    for name in names:
+        table.add_column(escape(name.replace("_", " ")), justify="right")
+    for site in sites:
+        cells = [with_error(found[site, name]) if (site, name) in found else "-" for name in names]
+        table.add_row(escape(site), *cells)
+    return table
+
+
+def cost_line(probe: Probe) -> str | None:
+    """What a profile cost: seconds in the model and in the geometry, and the largest memory, where they were noted."""
+    info = probe.info
+    if "forward_seconds" not in info or "geometry_seconds" not in info:
+        return None
+    forward, geometry = float(info["forward_seconds"]), float(info["geometry_seconds"])
+    line = f"{probe.cell or probe.run}: forward passes {forward:.1f} s, geometry {geometry:.1f} s"
+    return f"{line}, peak memory {float(info['peak_mb']):,.0f} MB" if "peak_mb" in info else line

@@ -1,0 +1,74 @@
+"""What commands share: the console, a progress bar, and the last lines that say where the result is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from anisoscope.errors import AnisoscopeError
+
+
+class Ticker:
+    """Turns what a profile tells of itself into bars: one for the cells of a sweep, one for the step under way."""
+
+    def __init__(self, bars: Progress, cells: int) -> None:
+        self._bars = bars
+        self._cells = bars.add_task("models", total=cells) if cells > 1 else None
+        self._step = bars.add_task("starting", total=None)
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """What is under way, and how far it is."""
+        self._bars.update(self._step, description=escape(what), completed=done, total=total or None)
+
+    def cell(self) -> None:
+        """One more cell is done."""
+        if self._cells is not None:
+            self._bars.advance(self._cells)
+
+
+@contextmanager
+def ticking(console: Console, cells: int) -> Iterator[Ticker]:
+    """Bars while something runs, gone when it is over."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
+        yield Ticker(bars, cells)
+
+
+def report_of(console: Console, folders: list[Path], target: Path, figures: Path | None = None) -> None:
+    """Write the report and say where it is; where the packages for it are missing, say which."""
+    from anisoscope.runs.store import open_runs
+    from anisoscope.views.report import write_report
+
+    readers = open_runs(folders)
+    try:
+        path = write_report(readers, target, figures=figures)
+    finally:
+        for reader in readers:
+            reader.close()
+    if figures is not None:
+        console.print(f"figures: {figures}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"report:  {path}  (open it in a browser; it needs no network)", markup=False, highlight=False, soft_wrap=True
+    )
+
+
+def split_names(names: str | None) -> tuple[str, ...] | None:
+    """Names parted by commas, or None where none were given."""
+    if names is None:
+        return None
+    found = tuple(name.strip() for name in names.split(",") if name.strip())
+    if not found:
+        raise AnisoscopeError("a list of names is empty; part names with commas")
+    return found

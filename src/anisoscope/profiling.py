@@ -1,0 +1,400 @@
+"""The profile of one model: every measure at every site, over a sample of tokens that is the same at all of them.
+
+Activations stream through once. Each site keeps a uniform sample of at most ``vectors`` rows (and sums along the token
+paths), so memory is bounded by the sample whatever the length of the text. Neighbour measures run on shuffled batches
+of ``batch_vectors`` rows, as "The Shape of Learning" does; moment measures on the whole sample, in the order of the
+text. Every number keeps both kinds of spread, each by its name: the estimator's own error, and ``sd over batches``.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anisoscope.capture.rows import forward, measured_mask
+from anisoscope.errors import AnisoscopeError, OptionError, TooFewTokensError
+from anisoscope.estimate import Estimate
+from anisoscope.measures.base import Needs, Workspace, compute, lookup
+from anisoscope.measures.spectrum import spectrum
+from anisoscope.measures.table import measure
+from anisoscope.models.load import LoadedModel
+from anisoscope.models.sites import Site, discover, select
+from anisoscope.rows import Chunk
+from anisoscope.runs.records import Curve, Failure, Record
+from anisoscope.slices import ALL, NO_MASSIVE, NO_POSITION_0, Sliced, kept_columns, massive_dimensions, no_rows
+from anisoscope.stats.reservoir import Reservoir
+from anisoscope.stats.turns import Turns
+from anisoscope.text.batches import Batch
+
+DEFAULT_MEASURES = (
+    "spectral_ratio",
+    "mean_cosine",
+    "isoscore",
+    "effective_rank",
+    "two_nn",
+    "gride",
+    "local_pca_dimension",
+    "turning_angle",
+)
+ONE_BATCH = ("gride", "local_pca_dimension", "local_isotropy", "curvature", "partition_isotropy")
+"""Measured on the first batch alone: they cost as much as all others together, and carry an error of their own."""
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {"gride": {"scales": (1, 2, 4, 8, 16)}}
+DEFAULT_SITES = ("embed", "resid.*", "final_norm")
+SPECTRUM_POINTS = 256  # a curve for the eye: ranks beyond are thinned out evenly on a log scale
+
+Progress = Callable[[str, int, int], None]
+"""Told what is under way, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """What to measure, where, and on how much. ``vectors`` are kept of ``tokens`` that run through the model."""
+
+    measures: tuple[str, ...] = DEFAULT_MEASURES
+    sites: tuple[str, ...] = DEFAULT_SITES
+    tokens: int = 16_384
+    vectors: int = 16_384
+    batch_vectors: int = 4_096
+    sequence_length: int = 256
+    sequences_per_pass: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "vectors", "sequence_length", "sequences_per_pass"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.batch_vectors < 128:
+            raise OptionError(f"batch_vectors must be at least 128 to say anything, got {self.batch_vectors}")
+        if min(self.tokens, self.vectors) < self.batch_vectors:
+            raise OptionError(
+                f"a batch of {self.batch_vectors:,} vectors needs as many tokens and vectors, got {self.tokens:,} and "
+                f"{self.vectors:,}; raise those or lower batch_vectors"
+            )
+        for name in self.measures:
+            lookup(name)
+        if not self.measures:
+            raise OptionError("no measure was named")
+
+    def describe(self) -> dict[str, Any]:
+        """As plain values, for a recipe."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in ((key, getattr(self, key)) for key in self.__dataclass_fields__)
+        }
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What one profile found. Everything in it can be sent between processes."""
+
+    records: tuple[Record, ...]
+    failures: tuple[Failure, ...]
+    curves: tuple[Curve, ...]
+    info: Mapping[str, Any]
+
+
+@dataclass
+class _Book:
+    """Where findings are entered while the profile is under way."""
+
+    run: str
+    step: int
+    cell: str
+    records: list[Record] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    curves: list[Curve] = field(default_factory=list)
+
+    def enter(self, site: str, measure: str, where: str, estimate: Estimate) -> None:
+        self.records.append(Record(**self.place(site), measure=measure, slice=where, estimate=estimate))
+
+    def attempt(self, site: str, measure: str, where: str, make: Callable[[], Estimate]) -> None:
+        """Enter what ``make`` gives, or the reason why it cannot: one failed measure must not end the others."""
+        try:
+            self.enter(site, measure, where, make())
+        except (AnisoscopeError, RuntimeError, ArithmeticError) as error:
+            self.fail(site, measure, where, f"{type(error).__name__}: {error}")
+
+    def fail(self, site: str, measure: str, where: str, error: str) -> None:
+        self.failures.append(Failure(**self.place(site), measure=measure, slice=where, error=error))
+
+    def draw(self, site: str, name: str, x: Sequence[float], y: Sequence[float], **labels: Any) -> None:
+        self.curves.append(Curve(**self.place(site), name=name, slice=ALL, x=tuple(x), y=tuple(y), **labels))
+
+    def place(self, site: str) -> dict[str, Any]:
+        return {"run": self.run, "step": self.step, "cell": self.cell, "site": site}
+
+
+def profile_model(
+    loaded: LoadedModel,
+    batches: Iterable[Batch],
+    options: ProfileOptions,
+    *,
+    run: str,
+    step: int = 0,
+    cell: str = "",
+    progress: Progress | None = None,
+) -> Findings:
+    """Run a model over batches and measure every chosen site."""
+    tell = progress or (lambda what, done, total: None)
+    sites = select(discover(loaded.model), options.sites)
+    began = time.perf_counter()
+    sample = collect_sample(loaded.model, batches, sites, options, tell)
+    book = _Book(run, step, cell)
+    for number, site in enumerate(sites):
+        tell("measuring", number, len(sites))
+        rows = sample.states.pop(site.name)
+        _measure_site(book, site.name, rows, sample, options)
+        del rows  # the next site needs the room
+    tell("measuring", len(sites), len(sites))
+    info = {
+        "model": loaded.name,
+        "family": loaded.family,
+        "kind": loaded.kind,
+        "parameters": loaded.parameters,
+        "layers": sum(site.kind == "resid" for site in sites) - 1,
+        "width": max(sample.widths.values()),
+        "tokens": sample.seen,
+        "vectors": len(sample.positions),
+        "forward_seconds": sample.forward_seconds,
+        "geometry_seconds": time.perf_counter() - began - sample.forward_seconds,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+    return Findings(tuple(book.records), tuple(book.failures), tuple(book.curves), info)
+
+
+@dataclass
+class Sample:
+    """The same sampled tokens at every site: rows in random order, where in its sequence each token stood."""
+
+    states: dict[str, Reservoir]
+    turns: dict[str, Turns]
+    widths: dict[str, int]
+    positions: Float[Tensor, "n"]
+    order: Tensor
+    seen: int
+    forward_seconds: float
+
+
+def collect_sample(
+    model: torch.nn.Module, batches: Iterable[Batch], sites: Sequence[Site], options: ProfileOptions, tell: Progress
+) -> Sample:
+    """Stream batches through the model and keep a uniform sample of the measured tokens at every site."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    wants_turns = any(lookup(name).needs().turns for name in options.measures)
+    total = len(batches) if isinstance(batches, Sized) else 0
+    states: dict[str, Reservoir] = {}
+    turns = {site.name: Turns.empty() for site in sites}
+    places = Reservoir.empty(options.vectors, 1, seed=options.seed, dtype=torch.float64)
+    seconds = 0.0
+    for number, batch in enumerate(batches):
+        tell("running the model", number, total)
+        mask = measured_mask(batch)
+        began = time.perf_counter()
+        seen = forward(model, batch, sites, device=device)
+        seconds += time.perf_counter() - began
+        places = places.update(batch.positions[mask].double()[:, None])
+        for site in sites:
+            paths = seen[site.name]
+            if site.name not in states:
+                dtype = torch.float64 if paths.dtype == torch.float64 else torch.float32
+                states[site.name] = Reservoir.empty(options.vectors, paths.shape[-1], seed=options.seed, dtype=dtype)
+            states[site.name] = states[site.name].update(paths[mask.to(paths.device)].to("cpu"))
+            if wants_turns:
+                chunk = Chunk(paths.cpu(), mask.cpu(), 0, continues=False)
+                turns[site.name] = turns[site.name].update(chunk)
+        if places.seen >= options.tokens:
+            break
+    tell("running the model", total, total)
+    if len(places.rows) < options.batch_vectors:
+        raise TooFewTokensError(
+            f"{len(places.rows):,} tokens were measured, a batch needs {options.batch_vectors:,}; give more text, or "
+            "lower batch_vectors"
+        )
+    widths = {name: state.width for name, state in states.items()}
+    return Sample(states, turns, widths, places.rows[:, 0], places.stream_order(), places.seen, seconds)
+
+
+def _measure_site(book: _Book, site: str, state: Reservoir, sample: Sample, options: ProfileOptions) -> None:
+    rows = state.rows
+    bad = ~torch.isfinite(rows).all(dim=1)
+    if bool(bad.any()):
+        for name in options.measures:
+            book.attempt(site, name, ALL, partial(_not_finite, int(bad.sum()), len(rows)))
+        return
+    needs = {name: lookup(name).needs(**OPTIONS.get(name, {})) for name in options.measures}
+    whole = [name for name, need in needs.items() if not (need.points or need.neighbors or need.turns)]
+    clouds = [name for name, need in needs.items() if need.points or need.neighbors]
+    for name in (name for name, need in needs.items() if need.turns):
+        book.attempt(site, name, ALL, partial(_of_turns, name, sample.turns[site]))
+    parts = rows.split(options.batch_vectors)[: len(rows) // options.batch_vectors]
+    if whole:
+        _measure_moments(book, site, whole, rows, sample, len(parts), options)
+    _measure_clouds(book, site, clouds, parts, options)
+
+
+def _not_finite(count: int, total: int) -> Estimate:
+    raise OptionError(f"{count:,} of {total:,} sampled rows hold NaN or infinity; the model itself gives them")
+
+
+def _of_turns(name: str, turns: Turns) -> Estimate:
+    work = Workspace.of_states(torch.zeros(0, 1), count=int(turns.counts.sum()), turns=turns)
+    return compute(lookup(name), work, {})
+
+
+def _measure_moments(
+    book: _Book, site: str, names: Sequence[str], rows: Tensor, sample: Sample, batches: int, options: ProfileOptions
+) -> None:
+    """Moment measures on the whole sample and its slices, from one pass of moments over each batch."""
+    needs = Needs()
+    for name in names:
+        needs = needs | lookup(name).needs()
+    order, first = sample.order, sample.positions == 0
+    in_order, rest = rows[order], ~first[order]  # of the text: consecutive rows are dependent, error bars must see it
+    cut = Sliced.of(rows, first, needs, options.batch_vectors, batches)
+    _enter_slice(book, site, ALL, names, cut, in_order, options)
+    if cut.has_first:
+        _enter_slice(book, site, NO_POSITION_0, names, cut, in_order[rest], options)
+    massive = massive_dimensions(rows)
+    if len(massive):
+        keep = kept_columns(rows.shape[1], massive)
+        note = f"without {len(massive)} of {rows.shape[1]} dimensions: {massive.tolist()[:8]}"
+        narrow = Sliced.of(rows[:, keep], torch.zeros_like(first), needs, options.batch_vectors, batches)
+        _enter_slice(book, site, NO_MASSIVE, names, narrow, in_order[:, keep], options, (note,))
+
+
+def _enter_slice(
+    book: _Book,
+    site: str,
+    where: str,
+    names: Sequence[str],
+    cut: Sliced,
+    in_order: Tensor,
+    options: ProfileOptions,
+    notes: tuple[str, ...] = (),
+) -> None:
+    taken = NO_POSITION_0 if where == NO_POSITION_0 else ALL
+    work = cut.whole(taken).workspace(in_order)
+    # The spread over batches is told for all tokens alone; over a slice it would cost as much again.
+    batches = range(len(cut.rest) if where == ALL else 0)
+    light = [cut.batch(number, taken).workspace(no_rows(in_order)) for number in batches]
+    for name in names:
+
+        def make(name: str = name) -> Estimate:
+            found = compute(lookup(name), work, {})
+            values = [lookup(name).compute(one).value for one in light]
+            return _with_sd(replace(found, notes=(*found.notes, *notes)), values, options.batch_vectors)
+
+        book.attempt(site, name, where, make)
+    if where == ALL and "spectrum" in work.cache:
+        _draw_spectrum(book, site, work)
+
+
+def _with_sd(found: Estimate, values: Sequence[float], rows: int) -> Estimate:
+    """The estimate with the mean and the standard deviation over batches beside it."""
+    if len(values) < 2:
+        return found
+    method = f"over {len(values)} shuffled batches of {rows:,}"
+    parts = {
+        "mean over batches": Estimate(value=statistics.fmean(values), stderr=None, n=len(values), method=method),
+        "sd over batches": Estimate(value=statistics.stdev(values), stderr=None, n=len(values), method=method),
+    }
+    return replace(found, parts={**parts, **found.parts})
+
+
+def _draw_spectrum(book: _Book, site: str, work: Workspace) -> None:
+    values = spectrum(work).values
+    share = (values / values.sum()).tolist()
+    last = len(share)
+    ranks = sorted({min(last, round(last ** (i / (SPECTRUM_POINTS - 1)))) for i in range(SPECTRUM_POINTS)})
+    kept = [(float(rank), share[rank - 1]) for rank in ranks if share[rank - 1] > 0]
+    x, y = zip(*kept, strict=True)
+    book.draw(site, "spectrum", x, y, x_label="rank", y_label="share of the variance")
+
+
+def _measure_clouds(
+    book: _Book, site: str, names: Sequence[str], parts: Sequence[Tensor], options: ProfileOptions
+) -> None:
+    """Measures of points and neighbours: on every batch, or on the first alone where they are dear."""
+    found: dict[str, list[Estimate]] = {name: [] for name in names}
+    failed: dict[str, str] = {}
+    for number, part in enumerate(parts):
+        due = [name for name in names if name not in failed and (number == 0 or name not in ONE_BATCH)]
+        if not due:
+            break
+        for name, result in _together(part, due, options.seed).items():
+            if isinstance(result, Estimate):
+                found[name].append(result)
+            else:
+                failed[name] = f"batch {number + 1}: {result}"
+    for name in names:
+        if name in failed:
+            book.fail(site, name, ALL, failed[name])
+        else:
+            book.enter(site, name, ALL, over_batches(found[name], options.batch_vectors))
+    if "gride" in found and found["gride"] and "gride" not in failed:
+        _draw_scales(book, site, found["gride"][0])
+
+
+def _together(rows: Tensor, names: Sequence[str], seed: int) -> dict[str, Estimate | str]:
+    """Several measures sharing one search; where one of them fails, each by itself, so that the others are had."""
+    wanted = {name: OPTIONS.get(name, {}) for name in names}
+    try:
+        return dict(measure(rows, wanted, seed=seed))
+    except (AnisoscopeError, RuntimeError, ArithmeticError) as error:
+        if len(names) == 1:
+            return {names[0]: f"{type(error).__name__}: {error}"}
+    return {name: one for name in names for one in _together(rows, [name], seed).values()}
+
+
+def over_batches(found: Sequence[Estimate], rows: int) -> Estimate:
+    """The mean over batches, with the estimator's own error, joined over disjoint batches, and the spread beside it."""
+    if len(found) == 1:
+        return found[0]
+    values = [one.value for one in found]
+    bars = [one.stderr for one in found if one.stderr is not None]
+    stderr = math.sqrt(sum(bar**2 for bar in bars)) / len(found) if len(bars) == len(found) else None
+    dof = sum(one.dof for one in found if one.dof is not None) or None
+    notes = tuple(dict.fromkeys(note for one in found for note in one.notes))
+    mean = Estimate(
+        value=statistics.fmean(values),
+        stderr=stderr,
+        dof=dof if stderr is not None else None,
+        over=f"{found[0].over}, in each of {len(found)} batches" if stderr is not None else None,
+        n=sum(one.n for one in found),
+        method=f"{found[0].method}; mean over {len(found)} shuffled batches of {rows:,}",
+        notes=notes,
+    )
+    return _with_sd(mean, values, rows)
+
+
+def _draw_scales(book: _Book, site: str, estimate: Estimate) -> None:
+    """Dimension against scale, from the parts of GRIDE that hold one dimension for each."""
+    points = [(_scale(name), part) for name, part in estimate.parts.items() if _scale(name) is not None]
+    if len(points) < 2:
+        return
+    bars = [part.stderr for _, part in points]
+    book.draw(
+        site,
+        "dimension against scale",
+        [float(scale) for scale, _ in points if scale is not None],
+        [part.value for _, part in points],
+        stderr=tuple(bar for bar in bars if bar is not None) if None not in bars else None,
+        x_label="n of the ratio r_2n / r_n",
+        y_label="dimension",
+    )
+
+
+def _scale(name: str) -> int | None:
+    digits = name.removeprefix("n=")
+    return int(digits) if digits.isdecimal() else None

@@ -1,0 +1,116 @@
+"""Slices of a sample: all tokens, all but position 0, all dimensions but the massive ones.
+
+A few positions or dimensions of huge size push every global measure to its end (SpectralRatio to 1), so each is
+reported with and without them. Moments of the tokens at position 0 and of the others are summed apart, batch by batch,
+and merged as a slice needs them: one pass over the rows serves all slices, the whole and the batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from anisoscope.measures.base import Needs, Workspace
+from anisoscope.stats.directions import Directions
+from anisoscope.stats.moments import Moments
+
+ALL = "all"
+NO_POSITION_0 = "no position 0"
+NO_MASSIVE = "no massive dimensions"
+MASSIVE = 100.0
+"""A dimension is massive if its mean square is this many times the median one (ten times the typical size)."""
+
+
+def massive_dimensions(rows: Float[Tensor, "n d"]) -> Int[Tensor, "m"]:
+    """Columns whose mean square exceeds ``MASSIVE`` times the median of all columns, ascending; never all of them."""
+    size = rows.double().square().mean(dim=0)
+    return (size > MASSIVE * size.median()).nonzero().reshape(-1)
+
+
+@dataclass(frozen=True)
+class States:
+    """Moments and directions of the same rows, as far as they are needed."""
+
+    count: int
+    moments: Moments | None
+    directions: Directions | None
+
+    @classmethod
+    def of(cls, rows: Float[Tensor, "n d"], needs: Needs) -> States:
+        """Of one set of rows."""
+        return cls(
+            len(rows),
+            Moments.of(rows, needs.moments) if needs.moments else None,
+            Directions.empty(rows.shape[1], rows.device).update(rows) if needs.directions else None,
+        )
+
+    def merge(self, other: States) -> States:
+        """Of both sets of rows."""
+        return States(
+            self.count + other.count,
+            None if self.moments is None or other.moments is None else self.moments.merge(other.moments),
+            None if self.directions is None or other.directions is None else self.directions.merge(other.directions),
+        )
+
+    def workspace(self, rows: Float[Tensor, "n d"]) -> Workspace:
+        """A workspace of these states; ``rows`` serve its error bars, and may be none where no bar is wanted."""
+        return Workspace.of_states(
+            rows, count=self.count, moments=self.moments, directions=self.directions, needs=Needs(moments="float64")
+        )
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """States of each batch, position 0 apart from the rest."""
+
+    rest: tuple[States, ...]
+    first: tuple[States, ...]
+    left_over: States
+    """Rows that fill no batch belong to the whole all the same; position 0 among them is in ``left_over_first``."""
+    left_over_first: States
+
+    @classmethod
+    def of(
+        cls, rows: Float[Tensor, "n d"], is_first: Bool[Tensor, "n"], needs: Needs, batch_rows: int, batches: int
+    ) -> Sliced:
+        """Sum up rows in batches of ``batch_rows``."""
+        cuts = [slice(i * batch_rows, (i + 1) * batch_rows) for i in range(batches)]
+        tail = slice(batches * batch_rows, None)
+        rest = tuple(States.of(rows[cut][~is_first[cut]], needs) for cut in cuts)
+        first = tuple(States.of(rows[cut][is_first[cut]], needs) for cut in cuts)
+        return cls(
+            rest, first, States.of(rows[tail][~is_first[tail]], needs), States.of(rows[tail][is_first[tail]], needs)
+        )
+
+    def batch(self, number: int, where: str) -> States:
+        """One batch of a slice."""
+        rest = self.rest[number]
+        return rest.merge(self.first[number]) if where == ALL else rest
+
+    def whole(self, where: str) -> States:
+        """All rows of a slice."""
+        parts = (*self.rest, self.left_over)
+        if where == ALL:
+            parts = (*parts, *self.first, self.left_over_first)
+        return reduce(States.merge, parts)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether any row stood at position 0."""
+        return any(state.count for state in (*self.first, self.left_over_first))
+
+
+def no_rows(like: Float[Tensor, "n d"]) -> Float[Tensor, "0 d"]:
+    """No row of the same width: error bars from it are None, and cost nothing."""
+    return like[:0]
+
+
+def kept_columns(width: int, without: Int[Tensor, "m"]) -> Int[Tensor, "k"]:
+    """The columns that are left."""
+    keep = torch.ones(width, dtype=torch.bool, device=without.device)
+    keep[without] = False
+    return keep.nonzero().reshape(-1)
