@@ -1,12 +1,23 @@
 """Figures hold exactly the numbers of the records; the test of shape is calibrated; figures for papers are files."""
 
+import json
+import re
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import report_runs
+from matplotlib import image
 
-from anisoscope.errors import NonFiniteError, OptionError, ShapeError, TooFewRowsError
+from anisoscope.errors import NonFiniteError, OptionError, ShapeError, TooFewRowsError, UnknownNameError
+from anisoscope.estimate import Estimate
+from anisoscope.runs.records import Record
 from anisoscope.views import shape
+from anisoscope.views.figures import build_figures
+from anisoscope.views.interactive import figure_json, panel_json
+from anisoscope.views.paper import write_figures
+from anisoscope.views.series import Series, digits_of, read_series, with_error
 from anisoscope.views.shape import profile_shape
 
 DEPTH = np.linspace(0, 1, 13)
@@ -126,3 +137,191 @@ def test_shape_refuses_what_it_cannot_judge():
         profile_shape([1.0, 2.0, 3.0], [0.1] * 3, dof=0.0)
     with pytest.raises(OptionError, match="draws"):
         profile_shape([1.0, 2.0, 3.0], [0.1] * 3, draws=3)
+
+
+def panels_of(figures, key):
+    (found,) = [panel for figure in figures for panel in figure.panels if panel.key == key]
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    made = {
+        "profile": report_runs.profile_run(folder / "profile", 6),
+        "sweep": report_runs.sweep_run(folder / "sweep", 4, (0, 1, 10, 100), measures=("two_nn", "spectral_ratio")),
+        "models": report_runs.models_run(folder / "models"),
+    }
+    yield made
+    for run in made.values():
+        run.close()
+
+
+def test_profiles_hold_exactly_the_records(runs):
+    records = runs["profile"].records(measure="spectral_ratio")
+    panel = panels_of(build_figures(read_series([runs["profile"]])), "profile-spectral_ratio")
+    drawn = {}
+    for line in panel.lines:
+        for x, y, low, high, hover in zip(line.x, line.y, line.lower, line.upper, line.hover):
+            drawn[line.tags["slice"], x] = (y, low, high)
+            assert line.tags["slice"] in hover
+    assert len(drawn) == len(records)
+    for record in records:
+        x = {"embed": -1.48, "final_norm": 7.48}.get(record.site) or float(record.site.removeprefix("resid."))
+        low, high = record.estimate.interval()
+        assert drawn[record.slice, x] == (record.estimate.value, low, high)
+    assert [line.visible for line in panel.lines if line.tags["slice"] == "all"] == [True, True]
+    assert not any(line.visible for line in panel.lines if line.tags["slice"] != "all")
+    assert [(reference.name, reference.y) for reference in panel.references] == [("1/D = 1/768", 1 / 768)]
+
+
+def test_hover_says_value_interval_population_number_and_method(runs):
+    (record,) = runs["profile"].records(measure="turning_angle", site="resid.2", slice="all")
+    panel = panels_of(build_figures(read_series([runs["profile"]])), "profile-turning_angle")
+    (hover,) = [text for line in panel.lines for text in line.hover if text.startswith("resid.2 · all\n")]
+    e = record.estimate
+    low, high = e.interval()
+    assert with_error(e, "°") in hover
+    assert f"95 % interval: {digits_of(low, e.stderr)} … {digits_of(high, e.stderr)}, over batches" in hover
+    assert "n = 8,192" in hover
+    assert "mean over batches of 512 tokens" in hover
+    assert {(reference.name, reference.y) for reference in panel.references} == {
+        ("independent points", 120.0),
+        ("random walk", 90.0),
+    }
+
+
+def test_depths_that_differ_become_shares(runs):
+    figures = build_figures(read_series([runs["models"]]))
+    panel = panels_of(figures, "profile-two_nn")
+    assert panel.x.title == "share of depth"
+    for model, layers in (("decoder-small", 6), ("decoder-large", 12), ("encoder", 8)):
+        (line,) = [
+            one for one in panel.lines if one.joined and (one.tags["model"], one.tags["slice"]) == (model, "all")
+        ]
+        np.testing.assert_allclose(line.x, np.arange(layers + 1) / layers)
+        assert line.visible
+    roles = {line.tags["model"]: line.role for line in panel.lines}
+    assert sorted(roles.values()) == [0, 1, 2]  # a colour a model, a dash a slice
+    assert len({line.dash for line in panel.lines}) == 3
+    kinds = [(toggle.kind, toggle.value) for toggle in figures[0].toggles]
+    assert ("model", "encoder") in kinds and ("slice", "no position 0") in kinds
+
+
+def test_sweeps_hold_exactly_the_records(runs):
+    run = runs["sweep"]
+    figures = build_figures(read_series([run]))
+    heat = panels_of(figures, "heatmap-two_nn-all")
+    for row, site in enumerate(heat.y.labels):
+        for column, step in enumerate(run.steps()):
+            (record,) = run.records(measure="two_nn", site=site, slice="all", step=step)
+            assert (heat.z[row][column], heat.stderr[row][column], heat.n[row][column]) == (
+                record.estimate.value,
+                record.estimate.stderr,
+                record.estimate.n,
+            )
+    assert heat.y.labels == ("embed", *(f"resid.{i}" for i in range(5)), "final_norm")
+    steps = panels_of(figures, "steps-two_nn")
+    line = next(one for one in steps.lines if one.name == "resid.2" and one.visible)
+    assert line.y == tuple(r.estimate.value for r in run.records(measure="two_nn", site="resid.2", slice="all"))
+    np.testing.assert_allclose(line.x, [-0.5, 0, 1, 2])  # logarithms, zero half a decade before the first
+    assert steps.x.labels == ("0", "1", "10", "100")
+
+
+def test_curves_keep_their_points_and_thin_evenly_in_logarithms(runs):
+    figures = build_figures(read_series([runs["profile"]]))
+    scale = panels_of(figures, "curve-dimension against scale")
+    (curve,) = runs["profile"].curves(name="dimension against scale", site="resid.3", slice="all")
+    (line,) = [one for one in scale.lines if one.name == "resid.3" and one.visible]
+    assert (line.x, line.y) == (curve.x, curve.y)
+    assert line.upper[2] == pytest.approx(curve.y[2] + 1.96 * curve.stderr[2])
+    spectrum = panels_of(figures, "curve-spectrum")
+    assert spectrum.x.log and spectrum.y.log
+    (line,) = [one for one in spectrum.lines if one.name == "resid.3" and one.visible]
+    (curve,) = runs["profile"].curves(name="spectrum", site="resid.3", slice="all")
+    assert len(line.x) <= 120
+    assert (line.x[0], line.x[-1]) == (1, 768)
+    assert set(zip(line.x, line.y)) <= set(zip(curve.x, curve.y))
+    gaps = np.diff(np.log(line.x[20:]))
+    assert gaps.max() < 0.2
+
+
+def test_missing_error_bars_draw_no_band():
+    plain = Estimate(value=2.0, stderr=None, n=5, method="made up")
+    sure = Estimate(value=3.0, stderr=0.1, n=5, method="made up", over="rows")
+    records = [
+        Record(run="r", step=0, site=f"resid.{i}", measure="mystery", slice="all", estimate=plain if i == 2 else sure)
+        for i in range(5)
+    ]
+    panel = panels_of(build_figures([Series(label="m", records=tuple(records), facts={})]), "profile-mystery")
+    assert panel.title == "mystery"
+    assert panel.lines[0].lower[2] is None and panel.lines[0].lower[1] is not None
+    assert "no error bar" in panel.lines[0].hover[2]
+    band, line = panel_json(panel)["data"]
+    # Two closed shapes with a gap between them, and a line through all five points.
+    assert band["x"] == [0, 1, 1, 0, None, 3, 4, 4, 3]
+    assert line["y"] == [3, 3, 2, 3, 3]
+
+
+def test_plotly_takes_every_panel(runs):
+    graph = pytest.importorskip("plotly.graph_objects")
+    for run in runs.values():
+        for figure in build_figures(read_series([run])):
+            for panel in figure_json(figure):
+                json.dumps(panel, allow_nan=False)
+                graph.Figure(data=panel["data"], layout=panel["layout"])  # raises on any unknown or bad property
+
+
+def test_plotly_text_is_escaped():
+    hostile = '<img src=x onerror="alert(1)"> & <b>bold</b>'
+    e = Estimate(value=1.0, stderr=0.1, n=5, method=hostile, over=hostile)
+    record = Record(run="r", step=0, site=hostile, measure=hostile, slice=hostile, estimate=e)
+    text = json.dumps([figure_json(f) for f in build_figures([Series(label=hostile, records=(record,), facts={})])])
+    assert "&lt;img" in text
+    data = json.loads(text)[0][0]["data"][0]
+    for field in (data["name"], *data["hovertext"]):
+        assert "<img" not in field.replace("<br>", "") and "<b>" not in field
+
+
+@pytest.mark.parametrize("name", ["profile", "sweep"])
+def test_paper_figures_are_real(runs, name, tmp_path):
+    figures = [
+        replace(figure, panels=figure.panels[:1])
+        for figure in build_figures(read_series([runs[name]]))
+        if figure.panels
+    ][-3:]
+    written = write_figures(figures, tmp_path / "figures")
+    assert len(written) == 9
+    for path in written:
+        data = path.read_bytes()
+        assert len(data) > 5000
+        if path.suffix == ".pdf":
+            assert data.startswith(b"%PDF")
+            assert b"/FontFile2" in data and b"/Type3" not in data  # outlines embedded, none as a bitmap-like Type 3
+            width = float(re.search(rb"/MediaBox \[ ?0 0 ([\d.]+)", data).group(1))
+            assert width == pytest.approx(3.35 * 72, abs=0.5)
+        if path.suffix == ".svg":
+            assert b"<svg" in data and b"<text" not in data
+        if path.suffix == ".png":
+            picture = image.imread(path)
+            assert picture.shape[1] == pytest.approx(3.35 * 300, abs=2)
+            assert len(np.unique(picture[..., :3].reshape(-1, 3), axis=0)) > 50
+    assert {path.read_bytes() for path in write_figures(figures, tmp_path / "again")} == {
+        path.read_bytes() for path in written
+    }
+
+
+def test_paper_figures_survive_any_name(tmp_path):
+    name = "../$\\frac{1}$ 模型 <b>"
+    e = Estimate(value=1.0, stderr=0.1, n=5, method="m", over="rows")
+    records = tuple(
+        Record(run="r", step=0, site=f"resid.{i}", measure=name, slice=s, estimate=e) for i in range(3) for s in "ab"
+    )
+    figures = build_figures([Series(label=name, records=records, facts={})])
+    (path,) = write_figures(figures, tmp_path / "out", formats=("svg",))
+    assert path.parent == tmp_path / "out"
+    assert re.fullmatch(r"[\w.-]+", path.name)
+    with pytest.raises(UnknownNameError, match="did you mean 'png'"):
+        write_figures(figures, tmp_path, formats=("pngg",))
+    with pytest.raises(OptionError, match="width_inches"):
+        write_figures(figures, tmp_path, width_inches=0.0)

@@ -1,0 +1,271 @@
+"""The report: one HTML file with everything in it, that opens offline and can be sent to a colleague."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+from anisoscope.errors import EmptyInputError, OptionError
+from anisoscope.estimate import Estimate
+from anisoscope.runs.files import explained, replacing
+from anisoscope.runs.reader import RunReader
+from anisoscope.runs.records import Record
+from anisoscope.views import interactive, paper
+from anisoscope.views.figures import build_figures
+from anisoscope.views.panels import Figure, Heatmap
+from anisoscope.views.series import GROUPS, Series, glossary, measure_order, measure_title, read_series
+from anisoscope.views.summary import (
+    BIASED_ABOVE,
+    DIMENSIONS,
+    Profile,
+    comparison,
+    findings,
+    headline,
+    p_words,
+    peak_words,
+    read_profiles,
+)
+
+WORDS = ("model", "step", "site", "measure", "slice", "over", "method")
+NUMBERS = ("value", "stderr", "half", "n", "part")
+MOST_PARTS = 20_000  # companions of values are listed too as long as the table stays below this many rows
+MOST_FAILURES = 200
+SECTIONS = (
+    ("profiles-", "Layer profiles"),
+    ("steps", "Over training"),
+    ("heatmaps", "Layer by step"),
+    ("curve-dimension against scale", "Dimension against scale"),
+    ("curve-spectrum", "Spectra"),
+    ("curve-", "Other curves"),
+)
+
+
+def write_report(
+    runs: RunReader | Sequence[RunReader],
+    target: str | Path,
+    *,
+    title: str | None = None,
+    figures: str | Path | None = None,
+    formats: Sequence[str] = paper.FORMATS,
+) -> Path:
+    """Write the report of one or several runs to ``target``, whole or not at all, and return its path.
+
+    ``figures`` is a folder that gets every panel as files for a paper, in ``formats``.
+    """
+    readers = [runs] if isinstance(runs, RunReader) else list(runs)
+    if not readers:
+        raise EmptyInputError("a report needs at least one run; give the folder of a run")
+    series = read_series(readers)
+    if not any(one.records or one.curves or one.failures for one in series):
+        names = ", ".join(run.name for run in readers)
+        raise EmptyInputError(f"nothing was measured in {names}: no record, curve or failure to report")
+    built = build_figures(series)
+    page = render(series, built, sources=[_source(run) for run in readers], title=title)
+    target = Path(target)
+    with explained(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as file:
+            file.write(page.encode())
+        if figures is not None:
+            paper.write_figures(built, figures, formats=formats)
+    return target
+
+
+def render(
+    series: Sequence[Series],
+    figures: Sequence[Figure],
+    *,
+    sources: Sequence[Mapping[str, Any]],
+    title: str | None = None,
+) -> str:
+    """The page as text."""
+    try:
+        import jinja2
+    except ModuleNotFoundError:
+        raise OptionError('a report needs jinja2, which is not installed: pip install "anisoscope[report]"') from None
+    profiles = read_profiles(series)
+    panels = [panel for figure in figures for panel in interactive.figure_json(figure)]
+    rows, left_out = table_rows(series)
+    values = sum(len(one.records) for one in series)
+    program = {
+        "palettes": interactive.PALETTES,
+        "viridis": [interactive.viridis(i / 8) for i in range(9)],
+        "panels": panels,
+        "table": interactive.columns(rows, WORDS, NUMBERS),
+    }
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(_static("report.html.j2"))
+    failures = [(one.label, failure) for one in series for failure in one.failures]
+    return template.render(
+        title=title or _title(series),
+        headline=headline(series),
+        facts=_facts(series),
+        findings=findings(series, profiles),
+        overs=sorted({r.estimate.over for one in series for r in one.records if r.estimate.over}),
+        shapes=_shape_rows(profiles, several=len(series) > 1),
+        tested=sum(profile.shape is not None for profile in profiles),
+        comparison=comparison(series, profiles) if len(series) > 1 else [],
+        biased=any(p.measure in DIMENSIONS and p.highest.estimate.value > BIASED_ABOVE for p in profiles),
+        several=len(series) > 1,
+        sections=_sections(figures),
+        failures=failures[:MOST_FAILURES],
+        more_failures=max(0, len(failures) - MOST_FAILURES),
+        values=values,
+        companions=len(rows) - values,
+        left_out=left_out,
+        definitions=_definitions(series),
+        sources=sources,
+        version=_version(),
+        made=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        css=_static("report.css"),
+        js=_static("report.js"),
+        plotly=interactive.packed_plotly() if panels else "",
+        program=interactive.pack_json(program),
+    )
+
+
+def table_rows(series: Sequence[Series]) -> tuple[list[dict[str, Any]], int]:
+    """Every number as a row, companions after their value; and how many companions were left out for their number."""
+    records = [(one.label, record) for one in series for record in one.records]
+    parts = sum(len(record.estimate.parts) for _, record in records)
+    with_parts = len(records) + parts <= MOST_PARTS
+    rows = []
+    for label, record in records:
+        rows.append(_row(label, record, record.measure, record.estimate))
+        if with_parts:
+            rows += [
+                _row(label, record, f"{record.measure} / {name}", part) for name, part in record.estimate.parts.items()
+            ]
+    return rows, 0 if with_parts else parts
+
+
+def _row(label: str, record: Record, measure: str, e: Estimate) -> dict[str, Any]:
+    interval = e.interval()
+    place = {"model": label, "step": record.step, "site": record.site, "measure": measure, "slice": record.slice}
+    half = None if interval is None else (interval[1] - interval[0]) / 2
+    words = {"over": e.over or "", "method": "; ".join((e.method, *e.notes))}
+    return (
+        place
+        | words
+        | {"value": e.value, "stderr": e.stderr, "half": half, "n": e.n, "part": int(measure != record.measure)}
+    )
+
+
+def _title(series: Sequence[Series]) -> str:
+    if len(series) == 1:
+        return str(series[0].facts.get("model") or series[0].label)
+    names = [one.label for one in series]
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
+
+
+def _facts(series: Sequence[Series]) -> list[tuple[str, str]]:
+    """What is known of the models, one line each; several values where models differ."""
+    found = []
+    for key, name in (
+        ("model", "Model"),
+        ("layers", "Layers"),
+        ("width", "Width"),
+        ("tokens", "Tokens"),
+        ("corpus", "Text"),
+        ("date", "Measured"),
+    ):
+        values = dict.fromkeys(_fact(one.facts[key]) for one in series if one.facts.get(key) is not None)
+        if values:
+            found.append((name, ", ".join(values)))
+    return found
+
+
+def _fact(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _shape_rows(profiles: Sequence[Profile], several: bool) -> list[dict[str, str]]:
+    rows = []
+    for profile in profiles:
+        shape = profile.shape
+        row = {
+            "profile": measure_title(profile.measure) + (f" · {profile.model}" if several else ""),
+            "slice": profile.slice,
+            "verdict": shape.verdict if shape else "not tested",
+            "peak": "",
+            "prominence": profile.why_not,
+            "flat": "",
+            "monotone": "",
+        }
+        if shape:
+            row["flat"] = p_words(shape.p_flat, shape.draws)
+            p = shape.p_monotone_valley if shape.verdict == "U" else shape.p_monotone
+            row["monotone"] = p_words(p, shape.draws)
+            if shape.verdict in ("bell", "U"):
+                low, high = shape.prominence_interval
+                row["peak"] = peak_words(profile)
+                row["prominence"] = f"{shape.prominence:.3g} ({low:.3g} … {high:.3g})"
+        rows.append(row)
+    return rows
+
+
+def _sections(figures: Sequence[Figure]) -> list[dict[str, Any]]:
+    """Figures under their headings. Panels are numbered through the page, as the program finds them."""
+    number = 0
+    found: dict[str, dict[str, Any]] = {}
+    for figure in figures:
+        name = next(name for start, name in SECTIONS if figure.key.startswith(start))
+        section = found.setdefault(name, {"name": name, "id": name.lower().replace(" ", "-"), "figures": []})
+        panels = []
+        for panel in figure.panels:
+            heat = isinstance(panel, Heatmap)
+            panels.append(
+                {
+                    "number": number,
+                    "title": panel.title,
+                    "note": "" if isinstance(panel, Heatmap) else panel.note,
+                    "aria": f"{'Heat map' if heat else 'Line chart'} of {panel.title} by {panel.x.title}",
+                    "visible": panel.visible if isinstance(panel, Heatmap) else True,
+                    "tags": json.dumps(dict(panel.tags)) if isinstance(panel, Heatmap) else "{}",
+                }
+            )
+            number += 1
+        section["figures"].append({"figure": figure, "panels": panels})
+    for section in found.values():
+        drawn = [entry["figure"] for entry in section["figures"]]
+        section["shared"] = len({(figure.caption, figure.toggles, figure.shades) for figure in drawn}) == 1
+    order = [name for _, name in SECTIONS]
+    return sorted(found.values(), key=lambda section: order.index(section["name"]))
+
+
+def _definitions(series: Sequence[Series]) -> list[dict[str, str]]:
+    """The glossary of the measures on the page, those that failed too. Formulas are HTML of ours, so marked safe."""
+    from markupsafe import Markup
+
+    names = {r.measure for one in series for r in one.records} | {f.measure for one in series for f in one.failures}
+    found = []
+    for name in sorted(names, key=measure_order):
+        entry = glossary().get(name)
+        if entry:
+            group = GROUPS[entry["group"]]
+            found.append({"name": name, "group": group} | entry | {"formula": Markup(entry["formula"])})
+    return found
+
+
+def _source(run: RunReader) -> dict[str, Any]:
+    """Where a run comes from, as printable text."""
+    provenance = json.dumps(run.provenance, indent=2, ensure_ascii=False, default=str)
+    recipe = json.dumps(run.recipe, indent=2, ensure_ascii=False, default=str)
+    return {"name": run.name, "provenance": provenance, "recipe": recipe if run.recipe else ""}
+
+
+def _static(name: str) -> str:
+    return (resources.files("anisoscope.views") / "static" / name).read_text("utf-8")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("anisoscope")
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,189 @@
+"""Series: the records of one model (a run, or a cell of a sweep) in reading order, and how numbers are written."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from anisoscope.estimate import Estimate
+from anisoscope.runs.reader import RunReader
+from anisoscope.runs.records import Curve, Failure, Record, layer_of, site_order
+
+STREAM = "resid"
+ENDS = ("embed", "final_norm")
+FIRST_SLICE = "all"
+GROUPS = {
+    "anisotropy": "Anisotropy",
+    "rank": "Directions in use",
+    "dimension": "Intrinsic dimension",
+    "local": "Local geometry",
+    "paths": "Paths and maps",
+    "other": "Other measures",
+}
+
+# Where layers, width and the like may stand in a recipe, a provenance or the info of a probe.
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "model": ("model", "name", "path"),
+    "layers": ("layers", "n_layers", "num_hidden_layers", "depth"),
+    "width": ("width", "hidden_size", "d_model", "n_embd"),
+    "tokens": ("tokens", "n_tokens", "measured_tokens"),
+    "corpus": ("corpus", "text", "data"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Everything measured on one model, with the facts known of it (model, layers, width, tokens, corpus, date)."""
+
+    label: str
+    records: tuple[Record, ...]
+    curves: tuple[Curve, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    facts: Mapping[str, Any]
+
+    @property
+    def steps(self) -> list[int]:
+        """Every step with a record, in rising order."""
+        return sorted({record.step for record in self.records})
+
+    @property
+    def width(self) -> int | None:
+        """The width of the model where it is known."""
+        width = self.facts.get("width")
+        return width if isinstance(width, int) and width > 0 else None
+
+    def last(self) -> list[Record]:
+        """The records of the last step."""
+        steps = self.steps
+        return [record for record in self.records if record.step == steps[-1]] if steps else []
+
+
+def read_series(runs: Iterable[RunReader]) -> list[Series]:
+    """One series for each cell of each run. Labels are as short as they can be and still differ."""
+    runs = list(runs)
+    found = []
+    for number, run in enumerate(runs):
+        with run.snapshot():
+            records, curves, failures, probes = run.records(), run.curves(), run.failures(), run.probes()
+            cells = run.cells() or [""]
+        same_name = sum(other.name == run.name for other in runs) > 1
+        name = f"{run.name} ({number + 1})" if same_name else run.name
+        for cell in cells:
+            info = [probe.info for probe in probes if probe.cell == cell]
+            facts = find_facts([*info[-1:], run.provenance, run.recipe])
+            facts.setdefault("date", next((p.began[:10] for p in probes if p.cell == cell), None))
+            if len(cells) > 1 and cell:
+                facts["model"] = cell
+            label = name if len(cells) == 1 else cell or "no cell" if len(runs) == 1 else f"{name} · {cell}"
+            mine = [record for record in records if record.cell == cell]
+            found.append(
+                Series(
+                    label=label,
+                    records=tuple(sorted(mine, key=reading_order)),
+                    curves=tuple(curve for curve in curves if curve.cell == cell),
+                    failures=tuple(failure for failure in failures if failure.cell == cell),
+                    facts=facts,
+                )
+            )
+    return found
+
+
+def find_facts(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Model, layers, width, tokens, corpus and date, from the first source that names them, one level deep."""
+    found: dict[str, Any] = {}
+    for source in sources:
+        inner = [source, *(value for value in source.values() if isinstance(value, Mapping))]
+        for fact, names in _NAMES.items():
+            for place in inner:
+                for name in names:
+                    value = place.get(name)
+                    # "name" and "path" mean the model only inside the mapping called model.
+                    if name in ("name", "path") and place is not source.get(fact):
+                        continue
+                    if fact not in found and isinstance(value, (str, int)) and not isinstance(value, bool):
+                        found[fact] = value
+        corpus = source.get("corpus")
+        if "corpus" not in found and isinstance(corpus, Mapping):
+            named = [str(corpus[key]) for key in ("name", "source", "path", "fingerprint") if corpus.get(key)]
+            if named:
+                found["corpus"] = named[0]
+        if "date" not in found and isinstance(source.get("time_utc"), str):
+            found["date"] = source["time_utc"][:10]
+    return found
+
+
+def reading_order(record: Record) -> tuple[Any, ...]:
+    """Sort key: step, then group and name of the measure, then slice, then site."""
+    return (record.step, measure_order(record.measure), slice_order(record.slice), site_order(record.site))
+
+
+def slice_order(name: str) -> tuple[bool, str]:
+    """Sort key of slices: all tokens first."""
+    return (name != FIRST_SLICE, name)
+
+
+@functools.cache
+def glossary() -> dict[str, dict[str, str]]:
+    """What each measure means, in words, by name."""
+    return dict(json.loads((resources.files("anisoscope.views") / "static" / "measures.json").read_text("utf-8")))
+
+
+@functools.cache
+def measure_order(name: str) -> tuple[int, int, str]:
+    """Sort key of measures: by group, then as the glossary lists them, then by name."""
+    known = list(glossary())
+    group = glossary().get(name, {}).get("group", "other")
+    return (list(GROUPS).index(group), known.index(name) if name in known else len(known), name)
+
+
+def measure_title(name: str) -> str:
+    """The name of a measure for people."""
+    return glossary().get(name, {}).get("title", name)
+
+
+def is_stream(site: str) -> bool:
+    """Whether a site is a numbered place of the residual stream."""
+    return site.startswith(STREAM + ".") and layer_of(site) is not None
+
+
+def stream_profile(records: Sequence[Record], measure: str, slice: str) -> list[Record]:
+    """The records of the residual stream for one measure and slice, from the first layer to the last."""
+    mine = [r for r in records if r.measure == measure and r.slice == slice and is_stream(r.site)]
+    return sorted(mine, key=lambda record: site_order(record.site))
+
+
+def digits_of(value: float, stderr: float | None) -> str:
+    """A value with two significant digits of its error, or four of its own; large and tiny ones with an exponent."""
+    if not stderr:
+        return f"{value:.4g}"
+    if abs(value) >= 1e6 or max(abs(value), stderr) < 1e-4:
+        return f"{value:.3e}"
+    return f"{value:.{max(0, 1 - math.floor(math.log10(stderr)))}f}"
+
+
+def error_words(estimate: Estimate) -> str:
+    """``± 0.013``, with the decimals of the value where it has plain ones; empty without an error bar."""
+    if estimate.stderr is None:
+        return ""
+    plain = digits_of(estimate.value, estimate.stderr)
+    same = estimate.stderr and "e" not in plain
+    return f"± {digits_of(estimate.stderr, estimate.stderr) if same else f'{estimate.stderr:.2g}'}"
+
+
+def with_error(estimate: Estimate, unit: str = "") -> str:
+    """``0.412 ± 0.013``, or ``0.4123 (no error bar)``."""
+    value = digits_of(estimate.value, estimate.stderr)
+    return f"{value}{unit} (no error bar)" if estimate.stderr is None else f"{value} {error_words(estimate)}{unit}"
+
+
+def interval_words(estimate: Estimate) -> str | None:
+    """``0.386 … 0.438``, or None where there is no error bar."""
+    interval = estimate.interval()
+    if interval is None:
+        return None
+    return " … ".join(digits_of(end, estimate.stderr) for end in interval)
