@@ -118,12 +118,18 @@ def bert():
 
 def test_encoder_tokenizer(tmp_path):
     inner = bert()
-    inner("a b c d e f", truncation=True, max_length=4)  # leaves a truncation behind in the backend
+    text = "the cat sat on the mat and would not leave it"
+    truth = inner(text, add_special_tokens=False)["input_ids"]
     tokenizer = HFTokenizer(inner)
+    bare = inner.backend_tokenizer
+    bare.enable_truncation(4)  # as some files of tokenizers have it
+    bare.enable_padding(length=50)
+    assert HFTokenizer(bare).encode(text) == HFTokenizer(bare).encode_many([text])[0].tolist() == truth
+    assert HFTokenizer(bare).prefix == tokenizer.prefix and HFTokenizer(bare).special_ids == tokenizer.special_ids
+    assert bare.truncation["max_length"] == 4 and bare.padding["length"] == 50, "the tokenizer given was changed"
     assert tokenizer.prefix == (inner.cls_token_id,) and tokenizer.suffix == (inner.sep_token_id,)
     assert set(tokenizer.special_ids) == {"pad", "unk", "cls", "sep", "mask"}
-    text = "the cat sat on the mat and would not leave it"
-    assert tokenizer.encode(text) == inner(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.encode(text) == truth
     assert tokenizer.encode_many([text])[0].tolist() == tokenizer.encode(text)
     assert tokenizer.decode([tokenizer.prefix[0], *tokenizer.encode(text)]) == text
     save_tokenizer(tokenizer, tmp_path / "t.json")
@@ -197,6 +203,16 @@ def test_zipf_exponent_is_found_again(exponent, seed):
     assert abs(found.value - exponent) < 5 * found.stderr and found.stderr < 0.005
     slope = TokenCounts(torch.from_numpy(counts)).zipf_exponent("regression")
     assert abs(slope.value - exponent) < 0.01
+
+
+@pytest.mark.calibration
+def test_error_bar_of_the_exponent():
+    """Of 300 independent draws the errors spread as the error bar says: a standard deviation of 1, within 4 sigma."""
+    p = np.arange(1, 16) ** -1.0
+    draws = np.random.default_rng(5).multinomial(1_000_000, p / p.sum(), size=300)
+    found = [TokenCounts(torch.from_numpy(draw)).zipf_exponent() for draw in draws]
+    spread = np.std([(one.value - 1.0) / one.stderr for one in found])
+    assert abs(spread - 1) < 4 / np.sqrt(2 * 300)
 
 
 def test_zipf_exponent_of_exact_counts():
