@@ -364,6 +364,30 @@ def test_collect_uses_no_dropout_and_no_random_numbers():
     assert all(torch.equal(calm.rows[name], training.rows[name]) for name in calm.rows)
 
 
+class Lazy(nn.Module):
+    """Builds a table in its first forward pass and keeps it, as some rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers, self.table = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList([nn.Linear(WIDTH, WIDTH)]),
+            None,
+        )
+
+    def forward(self, ids):
+        if self.table is None:
+            self.table = torch.arange(1.0, WIDTH + 1)
+        return self.layers[0](self.embed(ids) * self.table)
+
+
+def test_a_model_measured_before_its_first_step_can_still_be_trained():
+    model = Lazy()
+    list(collect(model, [make_batch()], discover(model)))
+    model(token_ids()).sum().backward()
+    assert model.embed.weight.grad is not None
+
+
 def test_only_the_needed_part_of_a_model_is_run():
     model, batch = build("gpt2"), make_batch()
     calls = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from test_models_llama2c import DATA, stories
-from tiny_models import KNOWN, T5, Known, build
+from tiny_models import KNOWN, T5, Known, build, token_ids
 
 from anisoscope.errors import ModelError, OptionError
 from anisoscope.models.load import load_model
@@ -325,3 +325,55 @@ def test_every_tiny_model_is_of_a_known_kind():
         expected = "encoder" if KNOWN[name].head == "MaskedLM" else "decoder"
         assert model_kind(build(name)) == expected
     assert model_kind(torch.nn.Linear(1, 1)) == "other"
+
+
+def write_gguf(path, model):
+    """A Llama in GGUF, float32, written with the format's own library; its tokenizer knows letters and one merge."""
+    gguf = pytest.importorskip("gguf")
+    config, state = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    tokens = ["<unk>", "<s>", "</s>", "AB", *map(chr, range(ord("A"), ord("A") + config.vocab_size - 4))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["A B"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+    names |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+    names |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    writer.add_tensor("token_embd.weight", state["model.embed_tokens.weight"].numpy())
+    writer.add_tensor("output_norm.weight", state["model.norm.weight"].numpy())
+    writer.add_tensor("output.weight", state["lm_head.weight"].numpy())
+    for layer in range(config.num_hidden_layers):
+        for name, short in names.items():
+            key = next(k for k in state if f"layers.{layer}." in k and f".{name}." in k)
+            weight = state[key]
+            if name in ("q_proj", "k_proj"):  # GGUF keeps rotary pairs side by side, transformers keeps halves
+                heads = weight.shape[0] // 8
+                weight = weight.reshape(heads, 2, 4, -1).transpose(1, 2).reshape(weight.shape)
+            writer.add_tensor(f"blk.{layer}.{short}.weight", weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_gives_back_the_model(tmp_path, capfd):
+    model = build("llama")
+    write_gguf(tmp_path / "m.gguf", model)
+    loaded = load_model(tmp_path)
+    assert (loaded.family, loaded.kind, loaded.notes) == ("llama", "decoder", ("weights were dequantised from GGUF",))
+    with torch.no_grad():
+        assert torch.equal(loaded.model(token_ids()).logits, model(token_ids()).logits)
+    assert loaded.tokenizer("ABC", add_special_tokens=False).input_ids == [3, 6]
+    assert capfd.readouterr() == ("", "")

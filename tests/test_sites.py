@@ -193,6 +193,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.fc1 = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(1, 1) for _ in range(2 * LAYERS))  # a longer list than that of blocks
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
@@ -302,7 +303,7 @@ def test_a_single_recurrent_layer_is_one_block():
     ]
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, nn.Sequential])
+@pytest.mark.parametrize("wrap", [torch.compile, nn.Sequential, nn.DataParallel])
 def test_wrapped_models_keep_their_names(wrap):
     model = build("gpt2")
     assert [s.name for s in discover(wrap(model))] == [s.name for s in discover(model)]

@@ -133,12 +133,15 @@ KNOWN = {
     "mistral": Known("MistralConfig", **LLAMA),
     "olmo": Known("OlmoConfig", **LLAMA),
     "olmo2": Known("Olmo2Config", **LLAMA, attn_norm=None),
+    "olmo3": Known("Olmo3Config", **LLAMA, attn_norm=None),
     "qwen2": Known("Qwen2Config", **LLAMA),
     "qwen3": Known("Qwen3Config", HEADS),
     "gemma": Known("GemmaConfig", HEADS),
     "gemma2": Known("Gemma2Config", HEADS),
     "gemma3_text": Known("Gemma3TextConfig", HEADS),
     "phi": Known("PhiConfig", TINY, up=("fc1",)),
+    "phi3": Known("Phi3Config", GROUPED, qkv=("qkv_proj",), up=("gate_up_proj",)),
+    "mixtral": Known("MixtralConfig", {**GROUPED, "num_local_experts": 2}, up=("gate",)),
 }
 
 
