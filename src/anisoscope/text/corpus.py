@@ -20,7 +20,7 @@ from anisoscope.text.wiki import clean
 
 KINDS = ("auto", "text", "lines", "wiki")
 END_OF_TEXT = "<|endoftext|>"
-PIECE_CHARACTERS = 1_000_000  # a longer plain text is cut at a line end, so that no tokenizer meets it in one piece
+PIECE_CHARACTERS = 100_000  # a longer plain text is cut at a line end, so that no tokenizer meets it in one piece
 HEAD_CHARACTERS = 1_000_000  # what is looked at to find out how documents are parted
 
 
