@@ -73,10 +73,17 @@ class Seen(Mapping[str, Tensor]):
         for name, tensor in stored.items():
             if not tensor.requires_grad:
                 raise SiteError(
-                    f"site {name!r} carries no gradient: the forward ran under no_grad, or no parameter before the "
-                    "site requires one"
+                    f"site {name!r} carries no gradient: the forward ran under no_grad (so does re-entrant "
+                    "gradient checkpointing), or no parameter before the site requires one"
                 )
-        grads = torch.autograd.grad(loss, list(stored.values()), retain_graph=retain_graph, allow_unused=True)
+        try:
+            grads = torch.autograd.grad(loss, list(stored.values()), retain_graph=retain_graph, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise SiteError(
+                "re-entrant gradient checkpointing hides what lies inside it; enable it with use_reentrant=False"
+            ) from None
         for name, grad in zip(stored, grads, strict=True):
             if grad is None:
                 raise SiteError(f"the loss does not depend on site {name!r}; take it out, or use another loss")
