@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from anisoscope.errors import AnisoscopeError, OptionError, choose
 
@@ -30,6 +30,7 @@ class Outcome(Generic[Task, Result]):
     error: str | None = None
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Works on tasks and yields outcomes in the order in which they are finished."""
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,10 @@ class Estimate:
         if self.stderr is not None and self.over is None:
             raise ValueError(f"an error bar must say what it is over; {self.method} did not")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # A read-only view of a mapping cannot be sent between processes; the mapping itself can.
+        return _rebuilt, ({name: getattr(self, name) for name in self.__slots__} | {"parts": dict(self.parts)},)
+
     def __float__(self) -> float:
         return self.value
 
@@ -60,6 +65,10 @@ class Estimate:
         lines += [f"  {name}: {_brief(part)}" for name, part in self.parts.items()]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+
+def _rebuilt(values: dict[str, Any]) -> Estimate:
+    return Estimate(**values)
 
 
 def _digits(value: float, stderr: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def run_sweep(
     """Profile every cell into the run at ``folder`` and return the run. Cells that are there already are not redone.
 
     A cell that fails leaves a visible failure and the others go on; where every cell fails, the first error is raised
-    after all of them are stored. ``on_cell`` is told of each finished cell, with the error that ended it or None.
+    and no folder is left behind. ``on_cell`` is told of each finished cell, with the error that ended it or None.
     """
     options = options or ProfileOptions()
     corpus = load_corpus(text)  # here first: bad text should be told before any model is loaded or folder made
@@ -120,6 +121,7 @@ def run_sweep(
     )
     exist = "resume" if resume else "error"
     errors: list[str] = []
+    made = _to_be_made(Path(folder))
     with RunWriter.create(folder, recipe=None if resume else recipe, provenance=origin, exist=exist) as writer:
         if resume:
             _same_recipe(folder, recipe)
@@ -136,8 +138,16 @@ def run_sweep(
             if on_cell is not None:
                 on_cell(outcome.task.cell, outcome.error)
     if errors and len(errors) == len(tasks) and not done:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
         raise RunError(errors[0])
     return RunReader(folder)
+
+
+def _to_be_made(folder: Path) -> Path | None:
+    """The outermost folder that does not exist yet, which goes again where nothing at all could be measured."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    return missing[-1] if missing else None
 
 
 def _recipe(cell: Cell) -> dict[str, Any]:

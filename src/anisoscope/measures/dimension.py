@@ -19,7 +19,7 @@ from anisoscope.axes import MaskLike, RowsLike
 from anisoscope.errors import DegenerateError, OptionError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Duplicates, Needs, Points, Workspace, register, run
-from anisoscope.measures.neighbors import Neighbors, nearest_neighbors
+from anisoscope.measures.neighbors import nearest_neighbors
 from anisoscope.measures.uncertainty import Bar, fields, mean_bar, subsample_bars
 
 Variant = Literal["facco", "shape_of_learning", "ml"]
@@ -73,9 +73,10 @@ def _two_nn(
     fit = _FITS[variant]
     if batch_rows is not None:
         return _over_batches(points, fit, batch_rows, variant)
-    ratios, left_out = _log_ratios(work.neighbors(2, duplicates), _length(points.rows, variant))
+    distances = work.neighbors(2, duplicates).distances
+    ratios, left_out = _log_ratios(distances, _length(points.rows, variant))
     value = fit(ratios, left_out)
-    bars = subsample_bars(points.rows, lambda part: [_two_nn_of(part, variant)], [value], min_rows=64)
+    bars = subsample_bars(points.rows, 2, lambda part, near: [_two_nn_of(part, near, variant)], [value], min_rows=64)
     return Estimate(
         value=value,
         n=points.n,
@@ -91,21 +92,22 @@ def _over_batches(points: Points, fit: Callable[[Tensor, int], float], batch_row
     batches = points.n // batch_rows
     if batches < 1:
         raise TooFewRowsError(f"one batch needs {batch_rows:,} rows, got {points.n:,}")
-    each = [_two_nn_of(part, variant) for part in points.rows.tensor_split(batches)]
+    parts = points.rows.tensor_split(batches)
+    each = [_two_nn_of(part, nearest_neighbors(part, 2).distances, variant) for part in parts]
     values = torch.tensor(each, dtype=torch.float64)
     over = f"{batches} batches of {points.n // batches:,} rows or more"
     bar = mean_bar(values, over)
-    parts = {}
+    beside = {}
     if batches > 1:
         spread = float(values.std(correction=1))
-        parts["sd over batches"] = Estimate(value=spread, stderr=None, n=batches, method="standard deviation")
+        beside["sd over batches"] = Estimate(value=spread, stderr=None, n=batches, method="standard deviation")
     mean = float(values.mean())
     method = f"TwoNN, {variant}, mean over {over}"
-    return Estimate(value=mean, n=points.n, method=method, notes=points.notes, parts=parts, **fields(bar))
+    return Estimate(value=mean, n=points.n, method=method, notes=points.notes, parts=beside, **fields(bar))
 
 
-def _two_nn_of(rows: Tensor, variant: Variant) -> float:
-    ratios, left_out = _log_ratios(nearest_neighbors(rows, 2), _length(rows, variant))
+def _two_nn_of(rows: Tensor, distances: Tensor, variant: Variant) -> float:
+    ratios, left_out = _log_ratios(distances, _length(rows, variant))
     return _FITS[variant](ratios, left_out)
 
 
@@ -117,9 +119,9 @@ def _length(rows: Tensor, variant: Variant) -> float | None:
     return float(torch.cat([(part.double() - mean).norm(dim=1) for part in rows.split(8192)]).mean())
 
 
-def _log_ratios(found: Neighbors, length: float | None) -> tuple[Float[Tensor, "m"], int]:
+def _log_ratios(distances: Float[Tensor, "n k"], length: float | None) -> tuple[Float[Tensor, "m"], int]:
     """Ascending ``log(r_2 / r_1)`` of the rows that have one, and how many have none."""
-    r1, r2 = found.distances[:, 0], found.distances[:, 1]
+    r1, r2 = distances[:, 0], distances[:, 1]
     usable = r1 > 0 if length is None else r1 >= SHAPE_ZERO * length
     ratios = (r2[usable] / r1[usable]).log()
     if length is not None:
@@ -213,11 +215,11 @@ def _mle(
     found = work.neighbors(ks[-1], duplicates)
     value, left_out = _mle_value(found.distances, ks, pooling)
 
-    def of_part(part: Tensor) -> list[float]:
-        return [_mle_value(nearest_neighbors(part, ks[-1]).distances, ks, pooling)[0]]
+    def of_part(_: Tensor, near: Tensor) -> list[float]:
+        return [_mle_value(near, ks, pooling)[0]]
 
     min_rows = max(64, 8 * ks[-1])
-    bars = subsample_bars(points.rows, of_part, [value], min_rows)
+    bars = subsample_bars(points.rows, ks[-1], of_part, [value], min_rows)
     span = str(ks[0]) if len(ks) == 1 else f"{ks[0]}..{ks[-1]}"
     return Estimate(
         value=value,
@@ -284,13 +286,13 @@ def _gride(work: Workspace, *, scales: Sequence[int] | None = None, duplicates: 
     # Large scales need large subsamples; where they do not fit, the small scales still get their error bars.
     fitting = [scale for scale in chosen if points.n >= 8 * _gride_min_rows(scale)]
 
-    def of_part(part: Tensor) -> list[float]:
-        return _gride_values(nearest_neighbors(part, 2 * max(fitting)).distances, fitting)
+    def of_part(_: Tensor, near: Tensor) -> list[float]:
+        return _gride_values(near, fitting)
 
     bars: dict[int, Bar] = {}
     if fitting:
         at_fitting = [value for scale, value in zip(chosen, values, strict=True) if scale in fitting]
-        found_bars = subsample_bars(points.rows, of_part, at_fitting, _gride_min_rows(max(fitting)))
+        found_bars = subsample_bars(points.rows, 2 * max(fitting), of_part, at_fitting, _gride_min_rows(max(fitting)))
         bars = dict(zip(fitting, found_bars or (), strict=False))
     parts = {}
     for scale, value in zip(chosen, values, strict=True):

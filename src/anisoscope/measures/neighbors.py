@@ -97,6 +97,32 @@ def neighbors_of(rows: Float[Tensor, "n d"], anchors: Int[Tensor, "m"], k: int) 
     return Neighbors(search.best[anchors].sqrt() / search.scale, search.index[anchors])
 
 
+def distances_within(blocks: Float[Tensor, "g l d"], k: int) -> Float[Tensor, "g l k"]:
+    """Distances of each row to its ``k`` nearest others of the same block, many small blocks at a time.
+
+    In float64 through products, and by differences where two rows lie so close that products would lose digits: good
+    to 1e-8, and copies are at distance zero exactly. For the spread over subsamples, not for the value itself.
+    """
+    _, length, width = blocks.shape
+    scale = scale_of(blocks.reshape(-1, width))
+    found = []
+    for part in blocks.split(max(1, TILE_ROWS * TILE_COLUMNS // length**2)):
+        x = part.double() * scale
+        x -= x.mean(dim=1, keepdim=True)
+        size = x.square().sum(dim=2)
+        d2 = torch.baddbmm(size[:, :, None] + size[:, None, :], x, x.transpose(1, 2), alpha=-2)
+        d2.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+        d2, near = d2.topk(k, dim=2, largest=False)
+        close = d2 < 1e-7 * (size[:, :, None] + size[:, :, None].expand(-1, -1, k).gather(1, near))
+        if bool(close.any()):
+            g, i, j = close.nonzero(as_tuple=True)
+            pairs = zip(g.split(PAIR_BLOCK), i.split(PAIR_BLOCK), near[g, i, j].split(PAIR_BLOCK), strict=True)
+            d2[close] = torch.cat([(x[a, b] - x[a, c]).square().sum(dim=1) for a, b, c in pairs])
+            d2 = d2.sort(dim=2).values
+        found.append(d2.sqrt() / scale)
+    return torch.cat(found)
+
+
 class _Search:
     """One search under way. Holds the best pairs found so far; every method only ever improves them."""
 

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError
+from anisoscope.measures.neighbors import distances_within
 from anisoscope.stats.stretches import STRETCH_ROWS, Stretches
 
 ERROR_BLOCKS = 64  # blocks for smooth functionals; Student's t with 63 degrees of freedom is nearly normal
@@ -93,16 +94,18 @@ def spread_runs(rows: Float[Tensor, "n d"], n: int) -> ErrorRows:
 
 def subsample_bars(
     rows: Float[Tensor, "n d"],
-    estimate: Callable[[Tensor], Sequence[float]],
+    k: int,
+    estimate: Callable[[Float[Tensor, "l d"], Float[Tensor, "l k"]], Sequence[float]],
     values: Sequence[float],
     min_rows: int,
 ) -> list[Bar] | None:
-    """Error bars of estimators built on neighbours, from their spread over disjoint subsamples.
+    """Error bars of estimators built on ``k`` neighbours, from their spread over disjoint subsamples.
 
     Neighbours are shared, so the terms of such estimators are dependent and the textbook error is too small. Disjoint
-    sets of rows share nothing. Each subsample is a run of consecutive rows; the relative spread of the estimates, times
-    the root of (rows in a subsample / all rows), is the relative error of the whole. None where fewer than eight
-    subsamples of ``min_rows`` rows fit, or where one of them cannot be measured.
+    sets of rows share nothing. Each subsample is a run of consecutive rows, handed to ``estimate`` with the distances
+    to its neighbours inside it; the relative spread of the estimates, times the root of (rows in a subsample / all
+    rows), is the relative error of the whole. None where fewer than eight subsamples of ``min_rows`` rows fit, or where
+    one of them cannot be measured.
     """
     n = len(rows)
     blocks = min(SUBSAMPLES, n // min_rows)
@@ -110,8 +113,10 @@ def subsample_bars(
         return None
     stride = n // blocks
     length = min(max(SUBSAMPLE_ROWS, min_rows), stride)
+    parts = rows[: blocks * stride].unflatten(0, (blocks, stride))[:, :length]
     try:
-        found = [list(estimate(rows[b * stride : b * stride + length])) for b in range(blocks)]
+        distances = distances_within(parts, k)
+        found = [list(estimate(part, near)) for part, near in zip(parts, distances, strict=True)]
     except AnisoscopeError:
         return None
     logs = torch.tensor(found, dtype=torch.float64).log()
