@@ -168,7 +168,7 @@ def test_hovering_a_point_tells_its_numbers(browser, pages):
     )
     browser.move(point[0] - 3, point[1])
     browser.move(*point)
-    said = browser.until(f"{PLOT}.querySelector('.hoverlayer .hovertext')?.textContent")
+    said = browser.until("document.querySelector('.tip:not([hidden])')?.innerText")
     assert "resid.3 · all" in said
     assert "±" in said and "95 % interval" in said and "over batches" in said and "n = 8,192" in said
     assert browser.complaints() == []

@@ -63,6 +63,12 @@ def test_shape_of_exact_profiles():
     assert profile_shape(-BELL, small).verdict == "U"
     assert profile_shape(-BELL, small).peak == 5
     assert profile_shape(DEPTH, small).verdict == "monotone (rising)"
+    assert not profile_shape(DEPTH, small).rough and not bell.rough
+    ragged = profile_shape(DEPTH + np.tile([0.1, -0.1], 7)[:13], small)
+    assert ragged.verdict == "monotone (rising)" and ragged.rough
+    # A dip that chance does not explain, and yet a fiftieth of the range, is no U.
+    dip = profile_shape(np.r_[DEPTH[1] + 0.02, DEPTH[1:]], np.full(13, 0.001))
+    assert dip.p_monotone_valley <= 0.001 and dip.verdict == "monotone (rising)" and dip.rough
     assert profile_shape(-DEPTH, small).verdict == "monotone (falling)"
     assert profile_shape(-DEPTH, small).peak == 0
     assert profile_shape(np.zeros(13) + 7.0, small).verdict == "flat"

@@ -250,6 +250,8 @@ def test_words_follow_the_numbers():
     assert "falling" in say(-depth)
     assert "flat as far as the errors can tell" in say(np.full(13, 0.5))
     assert "a U" in say(-bell)
+    ragged = say(depth + np.tile([0.1, -0.1], 7)[:13])
+    assert "mostly rising, with departures that the errors do not explain" in ragged
     assert "not tested for its shape (13 of 13 layers without an error bar)" in say(bell, stderr=None)
     assert "independent points read 120°" in say(100 + bell, measure="turning_angle")
 
@@ -261,6 +263,18 @@ def test_a_slice_is_named_only_where_it_matters():
         series = [Series(label="m", records=both, facts={})]
         said = json.dumps(findings(series, read_profiles(series)), ensure_ascii=False)
         assert ("over “no position 0”" in said) == named
+
+
+def test_a_model_that_failed_as_a_whole_is_a_failure_and_no_model(tmp_path):
+    few = {"measures": ("mle",), "slices": ("all",), "curves": False}
+    with RunWriter.create(tmp_path / "run", name="sweep") as writer:
+        report_runs.write_probe(writer, 0, 4, np.random.default_rng(0), cell="good", **few)
+        with writer.probe(step=0, cell="bad (failed)", info={"model": "bad"}) as probe:
+            probe.fail(site="model", measure="model", slice="all", error="ModelError: no such file")
+    with RunReader(tmp_path / "run") as run:
+        page = Page(write_report(run, tmp_path / "report.html").read_text("utf-8"))
+    assert "7 sites of one model" in page.words and "Models side by side" not in page.words
+    assert "bad (failed) model model all 0 ModelError: no such file" in page.words
 
 
 def test_facts_are_found_where_they_stand():

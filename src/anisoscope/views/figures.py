@@ -38,7 +38,8 @@ CURVES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "dimension against scale": (
             "Dimension against scale",
             "From the nearest neighbours (left) to wide neighbourhoods (right), with 95 % bands. A level stretch is a "
-            "dimension that holds over scales; a fall says that noise fills more dimensions than the shape does.",
+            "dimension that holds over scales; a fall says that noise fills more dimensions than the shape does; a "
+            "rise is what rows in tight clusters give.",
         ),
         "spectrum": (
             "Spectra",
@@ -51,6 +52,7 @@ CURVES: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 def build_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
     """Every figure that the records can fill, in the order of the report."""
+    series = [one for one in series if one.measured]
     return (*profiles(series), *over_steps(series), *heatmaps(series), *curves(series))
 
 

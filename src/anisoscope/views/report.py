@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata, resources
 from pathlib import Path
@@ -26,7 +27,6 @@ from anisoscope.views.summary import (
     findings,
     headline,
     p_words,
-    peak_words,
     read_profiles,
 )
 
@@ -88,6 +88,7 @@ def render(
     except ModuleNotFoundError:
         raise OptionError('a report needs jinja2, which is not installed: pip install "anisoscope[report]"') from None
     profiles = read_profiles(series)
+    measured = [one for one in series if one.measured]
     panels = [panel for figure in figures for panel in interactive.figure_json(figure)]
     rows, left_out = table_rows(series)
     values = sum(len(one.records) for one in series)
@@ -103,14 +104,14 @@ def render(
     template = environment.from_string(_static("report.html.j2"))
     failures = [(one.label, failure) for one in series for failure in one.failures]
     return template.render(
-        title=title or _title(series),
+        title=title or _title(measured or series),
         headline=headline(series),
-        facts=_facts(series),
+        facts=_facts(measured or series),
         findings=findings(series, profiles),
-        overs=sorted({r.estimate.over for one in series for r in one.records if r.estimate.over}),
-        shapes=_shape_rows(profiles, several=len(series) > 1),
+        overs=_populations(series),
+        shapes=_shape_rows(profiles, several=len(measured) > 1),
         tested=sum(profile.shape is not None for profile in profiles),
-        comparison=comparison(series, profiles) if len(series) > 1 else [],
+        comparison=comparison(measured, profiles) if len(measured) > 1 else [],
         biased=any(p.measure in DIMENSIONS and p.highest.estimate.value > BIASED_ABOVE for p in profiles),
         several=len(series) > 1,
         sections=_sections(figures),
@@ -181,6 +182,12 @@ def _facts(series: Sequence[Series]) -> list[tuple[str, str]]:
     return found
 
 
+def _populations(series: Sequence[Series]) -> list[str]:
+    """What error bars are over, in a word each: ``rows`` of ``rows, from 16 disjoint subsamples``."""
+    overs = {r.estimate.over for one in series for r in one.records if r.estimate.over}
+    return sorted({re.sub(r"^[\d,]+ ", "", over).split(",")[0] for over in overs})
+
+
 def _fact(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
@@ -193,6 +200,7 @@ def _shape_rows(profiles: Sequence[Profile], several: bool) -> list[dict[str, st
             "profile": measure_title(profile.measure) + (f" · {profile.model}" if several else ""),
             "slice": profile.slice,
             "verdict": shape.verdict if shape else "not tested",
+            "rough": "*" if shape and shape.rough and shape.verdict != "undecided" else "",
             "peak": "",
             "prominence": profile.why_not,
             "flat": "",
@@ -204,7 +212,8 @@ def _shape_rows(profiles: Sequence[Profile], several: bool) -> list[dict[str, st
             row["monotone"] = p_words(p, shape.draws)
             if shape.verdict in ("bell", "U"):
                 low, high = shape.prominence_interval
-                row["peak"] = peak_words(profile)
+                sites = [profile.records[at].site for at in (shape.peak, *shape.peak_interval)]
+                row["peak"] = sites[0] + (f" ({sites[1]} … {sites[2]})" if sites[1] != sites[2] else " (only)")
                 row["prominence"] = f"{shape.prominence:.3g} ({low:.3g} … {high:.3g})"
         rows.append(row)
     return rows

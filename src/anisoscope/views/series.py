@@ -57,6 +57,11 @@ class Series:
         width = self.facts.get("width")
         return width if isinstance(width, int) and width > 0 else None
 
+    @property
+    def measured(self) -> bool:
+        """Whether anything was measured; a cell of a sweep that failed as a whole holds failures only."""
+        return bool(self.records or self.curves)
+
     def last(self) -> list[Record]:
         """The records of the last step."""
         steps = self.steps

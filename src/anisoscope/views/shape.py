@@ -25,6 +25,9 @@ from anisoscope.errors import NonFiniteError, OptionError, ShapeError, TooFewRow
 LEVEL = 0.05
 Z = 1.96  # standard errors on each side of an interval at that level
 FITTING_SHARE = 0.8  # a verdict names a shape only if it explains this share of what a flat profile leaves
+# With small errors every real profile has bends that chance does not explain. One that makes the profile a bell or a U
+# must also be the main thing that a monotone profile misses, and stand out against the range of the profile.
+BEND_OF_MISFIT, BEND_OF_RANGE = 0.5, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,9 @@ class Shape:
     the higher of the two ends, in the unit of the values; for the verdict ``U`` both describe the valley (the lower
     end minus the bottom). Both come from the fit of a bell (or U), the prominence with the bias of a maximum over noisy
     layers taken off. ``p_monotone`` is against a monotone profile in favour of a bell, ``p_monotone_valley`` in favour
-    of a U. ``explained`` is the share of the variation about a flat profile that a shape explains, noise taken off.
+    of a U. ``p_fit`` is against the shape of the verdict itself: small where a profile departs from it by more than its
+    errors, as profiles with small errors often do. ``explained`` is the share of the variation about a flat profile
+    that a shape explains, noise taken off.
     """
 
     verdict: str
@@ -48,9 +53,15 @@ class Shape:
     p_flat: float
     p_monotone: float
     p_monotone_valley: float
+    p_fit: float
     misfits: Mapping[str, float]
     explained: Mapping[str, float]
     draws: int
+
+    @property
+    def rough(self) -> bool:
+        """Whether the profile departs from the shape of its verdict by more than the errors explain."""
+        return self.p_fit <= LEVEL
 
     @property
     def peak_share(self) -> float:
@@ -86,7 +97,10 @@ def profile_shape(
     p_valley = _p_against_monotone("U", observed, null)
     misfits = {name: float(q[0]) for name, q in observed.items()}
     explained = _explained(misfits, len(y) - 1)
-    verdict = _verdict(p_flat, p_bell, p_valley, misfits, explained)
+    bends = {name: _bend(name, sign * y, s, misfits) for name, sign in (("bell", 1.0), ("U", -1.0))}
+    bent = [name for name, p in (("bell", p_bell), ("U", p_valley)) if p <= LEVEL and bends[name]]
+    verdict = _verdict(p_flat, bent, misfits, explained)
+    fitted = next((name for name in ("rising", "falling", "U", "flat") if name in verdict), "bell")
     sign = -1.0 if verdict == "U" else 1.0
     turned = sign * y[None]
     best = _best_bell(turned, s[None])
@@ -109,6 +123,7 @@ def profile_shape(
         p_flat=p_flat,
         p_monotone=p_bell,
         p_monotone_valley=p_valley,
+        p_fit=_p_value(observed[fitted], null[fitted]),
         misfits=misfits,
         explained=explained,
         draws=draws,
@@ -276,10 +291,15 @@ def _explained(misfits: Mapping[str, float], dof: int) -> dict[str, float]:
     return {name: 1 - value / excess["flat"] if excess["flat"] else 0.0 for name, value in excess.items()}
 
 
-def _verdict(
-    p_flat: float, p_bell: float, p_valley: float, misfits: Mapping[str, float], explained: Mapping[str, float]
-) -> str:
-    bent = [name for name, p in (("bell", p_bell), ("U", p_valley)) if p <= LEVEL]
+def _bend(name: str, y: Float[np.ndarray, "n"], s: Float[np.ndarray, "n"], misfits: Mapping[str, float]) -> bool:
+    """Whether the bend of the best bell matters: against what a monotone profile misses, and against the range."""
+    monotone = max(0.0, min(misfits["rising"], misfits["falling"]) - (len(y) - 1))
+    mended = monotone - max(0.0, misfits[name] - (len(y) - 1))
+    height = float(_best_bell(y[None], s[None]).prominence[0])
+    return mended >= BEND_OF_MISFIT * monotone and height >= BEND_OF_RANGE * float(np.ptp(y))
+
+
+def _verdict(p_flat: float, bent: Sequence[str], misfits: Mapping[str, float], explained: Mapping[str, float]) -> str:
     if bent:
         best = min(bent, key=lambda name: misfits[name])
         return best if explained[best] >= FITTING_SHARE else "undecided"

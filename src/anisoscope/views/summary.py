@@ -82,6 +82,7 @@ def _shape(estimates: Sequence[Estimate], draws: int) -> tuple[Shape | None, str
 
 def headline(series: Sequence[Series]) -> str:
     """One sentence: what was measured on what."""
+    series = [one for one in series if one.measured]
     numbers = sum(len(one.records) for one in series)
     if not numbers:
         return "No number was measured."
@@ -101,6 +102,7 @@ def headline(series: Sequence[Series]) -> str:
 def findings(series: Sequence[Series], profiles: Sequence[Profile]) -> dict[str, list[tuple[str, str]]]:
     """What the numbers say, by topic: pairs of a model (empty where there is one only) and its sentences."""
     found: dict[str, list[tuple[str, str]]] = {}
+    several = sum(one.measured for one in series) > 1
     for one in series:
         mine = [profile for profile in profiles if profile.model == one.label]
         said = {
@@ -111,7 +113,7 @@ def findings(series: Sequence[Series], profiles: Sequence[Profile]) -> dict[str,
         }
         for topic, sentences in said.items():
             if sentences:
-                found.setdefault(topic, []).append((one.label if len(series) > 1 else "", " ".join(sentences)))
+                found.setdefault(topic, []).append((one.label if several else "", " ".join(sentences)))
     failed = sum(len(one.failures) for one in series)
     if failed:
         noun = "measurement" if failed == 1 else "measurements"
@@ -182,6 +184,7 @@ def shape_words(profile: Profile) -> str:
         words = {"bell": ("a bell", "above the higher end"), "U": ("a U", "below the lower end")}
         name, beyond = words[shape.verdict]
         place = {"bell": "peak", "U": "bottom"}[shape.verdict]
+        name += " with departures that the errors do not explain" if shape.rough else ""
         return (
             f"{name} ({against_flat}; monotone: {p_words(p, shape.draws)}), with its {place} {peak_words(profile)}, "
             f"{size} {beyond} ({ends[0]} to {ends[1]})."
@@ -191,6 +194,8 @@ def shape_words(profile: Profile) -> str:
     if shape.verdict == "undecided":
         return f"not flat ({p_words(shape.p_flat, shape.draws)}), and no bell, U, rise or fall describes it."
     going = "rising" if "rising" in shape.verdict else "falling"
+    if shape.rough:
+        going = f"mostly {going}, with departures that the errors do not explain"
     return f"{going} ({against_flat}); no bell is seen ({p_words(shape.p_monotone, shape.draws)})."
 
 

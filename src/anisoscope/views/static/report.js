@@ -96,6 +96,39 @@
     displayModeBar: canHover ? "hover" : false,
   };
 
+  // ---------------------------------------------------------------- hover
+  // A tip of our own: plotly's lies inside the figure and would cover what it speaks of.
+  const tip = document.createElement("div");
+  tip.className = "tip";
+  tip.setAttribute("role", "tooltip");
+  tip.hidden = true;
+
+  function textOf(point) {
+    const data = point.data;
+    if (data.meta.part === "heat") return data.text[point.pointNumber[0]][point.pointNumber[1]];
+    return Array.isArray(data.hovertext) ? data.hovertext[point.pointNumber] : data.hovertext;
+  }
+
+  function showTip(event) {
+    const point = event.points[0];
+    const text = textOf(point);
+    if (!text) return;
+    tip.replaceChildren();
+    for (const line of text.split("<br>")) {
+      const row = document.createElement("div");
+      row.textContent = line.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&");
+      tip.append(row);
+    }
+    tip.style.borderColor = point.data.line && point.data.line.color ? point.data.line.color : "";
+    tip.hidden = false;
+    const gap = 16, box = tip.getBoundingClientRect(), at = event.event;
+    const left = at.clientX + gap + box.width < root.clientWidth ? at.clientX + gap : at.clientX - gap - box.width;
+    const top = at.clientY + gap + box.height < window.innerHeight ? at.clientY + gap : at.clientY - gap - box.height;
+    tip.style.left = `${Math.max(6, Math.min(left, root.clientWidth - box.width - 6))}px`;
+    tip.style.top = `${Math.max(6, top)}px`;
+  }
+  const hideTip = () => { tip.hidden = true; };
+
   function redraw(chart, width) {
     if (!chart.drawn) return undefined;
     paint(chart.panel);
@@ -112,7 +145,10 @@
     layout.dragmode = canHover ? "zoom" : false;
     chart.drawn = true;
     paint(chart.panel);
+    for (const trace of chart.panel.data) if (trace.hoverinfo === "text") trace.hoverinfo = "none";
     await Plotly.newPlot(chart.element, chart.panel.data, layout, config);
+    chart.element.on("plotly_hover", showTip);
+    chart.element.on("plotly_unhover", hideTip);
   }
 
   function shown(figure) {
@@ -297,6 +333,8 @@
     $("#theme").addEventListener("click", () => { chosen = theme() === "dark" ? "light" : "dark"; applyTheme(); });
     preferred.addEventListener("change", applyTheme);
     wireContents();
+    document.body.append(tip);
+    document.addEventListener("scroll", hideTip, { passive: true });
     if (typeof DecompressionStream === "undefined") throw new Error("this browser is too old: figures and table need one from 2023 or later");
     program = JSON.parse(await unpack("program"));
     wireTable();
