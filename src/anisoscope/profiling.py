@@ -12,7 +12,8 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ from anisoscope.models.load import LoadedModel
 from anisoscope.models.sites import Site, discover, select
 from anisoscope.rows import Chunk
 from anisoscope.runs.records import Curve, Failure, Record
-from anisoscope.slices import ALL, NO_MASSIVE, NO_POSITION_0, Sliced, kept_columns, massive_dimensions, no_rows
+from anisoscope.slices import ALL, NO_MASSIVE, NO_POSITION_0, Sliced, States, kept_columns, massive_dimensions, no_rows
 from anisoscope.stats.reservoir import Reservoir
 from anisoscope.stats.turns import Turns
 from anisoscope.text.batches import Batch
@@ -64,7 +65,7 @@ class ProfileOptions:
     measures: tuple[str, ...] = DEFAULT_MEASURES
     sites: tuple[str, ...] = DEFAULT_SITES
     tokens: int = 16_384
-    vectors: int = 16_384
+    vectors: int = 8_192
     batch_vectors: int = 4_096
     sequence_length: int = 256
     sequences_per_pass: int = 8
@@ -131,6 +132,11 @@ class _Book:
     def draw(self, site: str, name: str, x: Sequence[float], y: Sequence[float], **labels: Any) -> None:
         self.curves.append(Curve(**self.place(site), name=name, slice=ALL, x=tuple(x), y=tuple(y), **labels))
 
+    def take(self, other: _Book) -> None:
+        self.records += other.records
+        self.failures += other.failures
+        self.curves += other.curves
+
     def place(self, site: str) -> dict[str, Any]:
         return {"run": self.run, "step": self.step, "cell": self.cell, "site": site}
 
@@ -151,12 +157,9 @@ def profile_model(
     began = time.perf_counter()
     sample = collect_sample(loaded.model, batches, sites, options, tell)
     book = _Book(run, step, cell)
-    for number, site in enumerate(sites):
-        tell("measuring", number, len(sites))
-        rows = sample.states.pop(site.name)
-        _measure_site(book, site.name, rows, sample, options)
-        del rows  # the next site needs the room
-    tell("measuring", len(sites), len(sites))
+    for number, part in enumerate(_each_site(book, sites, sample, options)):
+        tell("measuring", number + 1, len(sites))
+        book.take(part)
     info = {
         "model": loaded.name,
         "family": loaded.family,
@@ -171,6 +174,23 @@ def profile_model(
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     return Findings(tuple(book.records), tuple(book.failures), tuple(book.curves), info)
+
+
+def _each_site(book: _Book, sites: Sequence[Site], sample: Sample, options: ProfileOptions) -> Iterator[_Book]:
+    """Measure sites side by side, a thread each, and yield their books in the order of the sites.
+
+    Every thread computes on one core. That keeps all cores busy where one measure could not, and makes numbers
+    independent of how many there are.
+    """
+
+    def one(site: str) -> _Book:
+        torch.set_num_threads(1)  # of this thread
+        own = _Book(book.run, book.step, book.cell)
+        _measure_site(own, site, sample.states.pop(site), sample, options)
+        return own
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        yield from pool.map(one, [site.name for site in sites])
 
 
 @dataclass
@@ -262,15 +282,16 @@ def _measure_moments(
     order, first = sample.order, sample.positions == 0
     in_order, rest = rows[order], ~first[order]  # of the text: consecutive rows are dependent, error bars must see it
     cut = Sliced.of(rows, first, needs, options.batch_vectors, batches)
-    _enter_slice(book, site, ALL, names, cut, in_order, options)
-    if cut.has_first:
-        _enter_slice(book, site, NO_POSITION_0, names, cut, in_order[rest], options)
+    batch_states = [cut.batch(number, ALL) for number in range(batches)]
+    _enter_slice(book, site, ALL, names, cut.whole(ALL), batch_states, in_order, options)
+    if cut.has_first:  # the spread over batches is told for all tokens alone; over a slice it would cost as much again
+        _enter_slice(book, site, NO_POSITION_0, names, cut.whole(NO_POSITION_0), [], in_order[rest], options)
     massive = massive_dimensions(rows)
     if len(massive):
         keep = kept_columns(rows.shape[1], massive)
         note = f"without {len(massive)} of {rows.shape[1]} dimensions: {massive.tolist()[:8]}"
-        narrow = Sliced.of(rows[:, keep], torch.zeros_like(first), needs, options.batch_vectors, batches)
-        _enter_slice(book, site, NO_MASSIVE, names, narrow, in_order[:, keep], options, (note,))
+        narrow = cut.whole(ALL).narrowed(keep, rows)
+        _enter_slice(book, site, NO_MASSIVE, names, narrow, [], in_order[:, keep], options, (note,))
 
 
 def _enter_slice(
@@ -278,16 +299,14 @@ def _enter_slice(
     site: str,
     where: str,
     names: Sequence[str],
-    cut: Sliced,
+    states: States,
+    batch_states: Sequence[States],
     in_order: Tensor,
     options: ProfileOptions,
     notes: tuple[str, ...] = (),
 ) -> None:
-    taken = NO_POSITION_0 if where == NO_POSITION_0 else ALL
-    work = cut.whole(taken).workspace(in_order)
-    # The spread over batches is told for all tokens alone; over a slice it would cost as much again.
-    batches = range(len(cut.rest) if where == ALL else 0)
-    light = [cut.batch(number, taken).workspace(no_rows(in_order)) for number in batches]
+    work = states.workspace(in_order)
+    light = [one.workspace(no_rows(in_order)) for one in batch_states]
     for name in names:
 
         def make(name: str = name) -> Estimate:

@@ -56,6 +56,13 @@ class States:
             None if self.directions is None or other.directions is None else self.directions.merge(other.directions),
         )
 
+    def narrowed(self, columns: Int[Tensor, "k"], rows: Float[Tensor, "n d"]) -> States:
+        """Of the same rows cut to some columns."""
+        moments = None if self.moments is None else self.moments.narrowed(columns, rows)
+        if self.directions is None:
+            return States(self.count, moments, None)
+        return States(self.count, moments, Directions.empty(len(columns), rows.device).update(rows[:, columns]))
+
     def workspace(self, rows: Float[Tensor, "n d"]) -> Workspace:
         """A workspace of these states; ``rows`` serve its error bars, and may be none where no bar is wanted."""
         return Workspace.of_states(

@@ -29,6 +29,10 @@ Revision = Annotated[str | None, typer.Option(help="Revision of a Hugging Face m
 Measures = Annotated[str | None, typer.Option(help="Names parted by commas, or `all`. See `anisoscope measures`.")]
 Sites = Annotated[str | None, typer.Option(help="Sites parted by commas, as patterns: resid.*,final_norm.")]
 Tokens = Annotated[int, typer.Option(help="Tokens to measure.", min=128)]
+Vectors = Annotated[
+    int | None,
+    typer.Option(help="Vectors kept of these tokens at each site: memory and time follow it. Default: 8192.", min=128),
+]
 BatchVectors = Annotated[int, typer.Option(help="Vectors in each shuffled batch.", min=128)]
 SequenceLength = Annotated[int, typer.Option(help="Tokens in a sequence.", min=8)]
 Seed = Annotated[int, typer.Option(help="Seed of the sample.", min=0)]
@@ -36,7 +40,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Figures = Annotated[Path | None, typer.Option(help="Folder for every figure as PNG, SVG and PDF.")]
 NoReport = Annotated[bool, typer.Option("--no-report", help="Measure only; `anisoscope report` makes the page later.")]
-DEFAULT_TOKENS, DEFAULT_BATCH, DEFAULT_LENGTH = 16_384, 4_096, 256
+DEFAULT_TOKENS, DEFAULT_VECTORS, DEFAULT_BATCH, DEFAULT_LENGTH = 16_384, 8_192, 4_096, 256
 
 
 def profile(
@@ -47,6 +51,7 @@ def profile(
     measures: Measures = None,
     sites: Sites = None,
     tokens: Tokens = DEFAULT_TOKENS,
+    vectors: Vectors = None,
     batch_vectors: BatchVectors = DEFAULT_BATCH,
     sequence_length: SequenceLength = DEFAULT_LENGTH,
     seed: Seed = 0,
@@ -58,7 +63,7 @@ def profile(
     """Measure every layer of one or more models and write the report: `anisoscope profile MODEL [MODEL ...]`."""
     from anisoscope.sweep import cells_of, new_run
 
-    options = _options(measures, sites, tokens, batch_vectors, sequence_length, seed)
+    options = _options(measures, sites, tokens, vectors, batch_vectors, sequence_length, seed)
     revisions = () if revision is None else (revision,)
     cells = cells_of(models, revisions=revisions, trust_remote_code=trust_remote_code, device=device)
     folder = run or new_run(cells)
@@ -73,6 +78,7 @@ def sweep(
     measures: Measures = None,
     sites: Sites = None,
     tokens: Tokens = DEFAULT_TOKENS,
+    vectors: Vectors = None,
     batch_vectors: BatchVectors = DEFAULT_BATCH,
     sequence_length: SequenceLength = DEFAULT_LENGTH,
     seed: Seed = 0,
@@ -87,7 +93,7 @@ def sweep(
     """Profile many models, revisions or folders of checkpoints into one run; a cell that fails stops no other."""
     from anisoscope.sweep import cells_of
 
-    options = _options(measures, sites, tokens, batch_vectors, sequence_length, seed)
+    options = _options(measures, sites, tokens, vectors, batch_vectors, sequence_length, seed)
     cells = cells_of(models, revisions=split_names(revisions) or (), trust_remote_code=trust_remote_code, device=device)
     _go(cells, run, text, options, engine, workers, resume, figures, no_report)
 
@@ -131,7 +137,13 @@ def export(
 
 
 def _options(
-    measures: str | None, sites: str | None, tokens: int, batch_vectors: int, sequence_length: int, seed: int
+    measures: str | None,
+    sites: str | None,
+    tokens: int,
+    vectors: int | None,
+    batch_vectors: int,
+    sequence_length: int,
+    seed: int,
 ) -> ProfileOptions:
     from anisoscope.measures.table import measure_names
     from anisoscope.profiling import DEFAULT_MEASURES, DEFAULT_SITES, ProfileOptions
@@ -141,7 +153,7 @@ def _options(
         measures=measure_names() if wanted == ("all",) else wanted,
         sites=split_names(sites) or DEFAULT_SITES,
         tokens=tokens,
-        vectors=max(batch_vectors, min(tokens, DEFAULT_TOKENS)),
+        vectors=max(batch_vectors, min(tokens, DEFAULT_VECTORS)) if vectors is None else vectors,
         batch_vectors=batch_vectors,
         sequence_length=sequence_length,
         seed=seed,
@@ -203,8 +215,9 @@ def _show(console: Console, readers: list[RunReader]) -> None:
         if one.records:
             console.print(layer_table(one))
     for sentences in findings(series, read_profiles(series)).values():
-        for _, words in sentences:
-            console.print(f"· {words}", markup=False, highlight=False)
+        for model, words in sentences:
+            who = f"{model}: " if len(series) > 1 and model else ""
+            console.print(f"· {who}{words}", markup=False, highlight=False)
     for reader in readers:
         for probe in reader.probes():
             line = cost_line(probe)

@@ -24,7 +24,7 @@ from anisoscope.stats.directions import along, unit_rows
 from anisoscope.stats.moments import Moments
 
 Bias = Literal["corrected", "plugin"]
-FLOAT32_SPREAD = 1e-8  # variances down to this share of the total are seen well enough in float32 for an error bar
+FLOAT32_SPREAD = 1e-11  # variances down to this share of the total are seen well enough in float32 for an error bar
 TOLERATED_BIAS = 0.25  # of a standard error: a 95 % interval off by this much still covers 94 %
 
 
@@ -63,6 +63,8 @@ def _stable_rank(work: Workspace) -> Estimate:
 
 def _top_bar(work: Workspace) -> tuple[Bar | None, tuple[str, ...]]:
     """Error bar of lambda_1 / sum lambda, or a note on why there is none."""
+    if not work.error_rows.enough:
+        return None, ()
     lead = top(work)
     y = _centred_error_rows(work, float32=True)
     along, radius2 = (y @ lead.vector.to(y.dtype)).double().square(), _radius2(y)
@@ -271,7 +273,7 @@ def _mean_cosine(work: Workspace) -> Estimate:
     value = (float(total @ total) - n) / (n * (n - 1))
     method = "closed form over all pairs"
     blocks = work.error_rows_as_they_came.blocks
-    if len(blocks) < 3:
+    if not work.error_rows_as_they_came.enough:
         return Estimate(value=value, n=n, method=method, **fields(None))
     # The projection of a row on the mean of the *others*; its variance holds the noise of that mean once too often.
     others = (along(blocks, total) - 1) / (n - 1)
@@ -312,6 +314,8 @@ def _trace_squares(moments: Moments, bias: Bias) -> tuple[float, float]:
 
 
 def _ratio_bar(work: Workspace, value: float) -> Bar | None:
+    if not work.error_rows.enough:
+        return None
     covariance = work.moments.covariance()
     trace, size = float(covariance.trace()), float(covariance.square().sum())
     y = _centred_error_rows(work, float32=True)
@@ -335,6 +339,8 @@ def _second_order(bar: Bar | None, value: float, n: int, share: float) -> Bar | 
 def _spectral_estimate(
     work: Workspace, found: Spectrum, value: float, weights: Tensor, bias: float, method: str
 ) -> Estimate:
+    if not work.error_rows.enough:
+        return Estimate(value=value, n=work.n, method=method, notes=found.notes, **fields(None))
     y = _centred_error_rows(work, float32=float(found.values[-1]) > FLOAT32_SPREAD * found.total)
     influence = ((y @ found.vectors.to(y.dtype)).double().square_() - found.values) @ weights
     bar, notes = _unless_biased(work.error_rows.bar(influence), bias, "the spectrum of a sample is spread out")

@@ -218,11 +218,12 @@ class _Search:
     def _candidates(self, part: Tensor, take: int) -> tuple[Tensor, Tensor]:
         """The ``take`` smallest lower bounds of each row of ``part``, ascending, and whose they are."""
         if len(self.rows) <= FEW_ROWS:
-            block = self._whole
-            bound = self._lower_bounds(block[part], block)
+            block, size = self._whole
+            # The size of the row itself is the same for all its columns: it is added to the few that are chosen.
+            bound = torch.addmm(size[None, :], block[part], block.T, alpha=-2)
             bound.scatter_(1, part[:, None], torch.inf)
             best = bound.topk(take, dim=1, largest=False)
-            return best.values, best.indices
+            return best.values.add_(size[part, None]), best.indices
         origin = self.origin(part)
         block = self.block(part, origin)
         value = block.new_empty((len(part), 0))
@@ -238,9 +239,10 @@ class _Search:
         return value, index
 
     @cached_property
-    def _whole(self) -> Tensor:
-        """All rows relative to their mean: one copy, worth its memory where there are few."""
-        return self.block(self.order, self.origin(self.order))
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        """All rows relative to their mean, and their shrunken squared lengths: worth the memory where there are few."""
+        block = self.block(self.order, self.origin(self.order))
+        return block, torch.linalg.vector_norm(block, dim=1).square_().mul_(1 - self.allowance)
 
     def _exact_block(self, i: Int[Tensor, "m"], j: Int[Tensor, "m t"]) -> Float[Tensor, "m t"]:
         """Squared distances between each row and its own candidates, by differences in float64."""

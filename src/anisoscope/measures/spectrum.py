@@ -92,16 +92,23 @@ def _top(work: Workspace) -> Top:
             return Top(lead, torch.from_numpy(vectors[:, -1].copy()), total)
         except ArpackNoConvergence:
             pass
-    every, columns = _decomposed(work)
-    return Top(every.flip(0).clamp_min(0), columns[:, -1], total)
+    every, columns = _decomposed(work, vectors=work.error_rows.enough)
+    lead = columns[:, -1] if columns.shape[1] else every.new_zeros(width)
+    return Top(every.flip(0).clamp_min(0), lead, total)
 
 
-def _decomposed(work: Workspace) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors of the covariance: the dear step, taken once for all measures."""
+def _decomposed(work: Workspace, *, vectors: bool = True) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, ascending, and eigenvectors of the covariance: the dear step, taken once for all measures.
+
+    Vectors serve error bars; where there will be none, eigenvalues alone cost a third (and the matrix is empty).
+    """
     if "eigh" not in work.cache:
-        work.cache["eigh"] = tuple(torch.linalg.eigh(work.moments.covariance()))
-    values, vectors = work.cache["eigh"]
-    return values, vectors
+        covariance = work.moments.covariance()
+        if not vectors:
+            return torch.linalg.eigvalsh(covariance), covariance[:, :0]
+        work.cache["eigh"] = tuple(torch.linalg.eigh(covariance))
+    found: tuple[Tensor, Tensor] = work.cache["eigh"]
+    return found
 
 
 def spectrum(work: Workspace) -> Spectrum:
@@ -124,7 +131,7 @@ def _spectrum(work: Workspace) -> Spectrum:
     rows = work.all_rows
     if rows is not None and n <= width:
         return _spectrum_of_few(rows, moments, rank)
-    values, vectors = _decomposed(work)
+    values, vectors = _decomposed(work, vectors=work.error_rows.enough)
     values, vectors = values.flip(0)[:rank].clamp_min(0), vectors.flip(1)[:, :rank]
     floor = float(values[0]) * width * torch.finfo(torch.float64).eps
     if float(values[-1]) > float(values[0]) * GRAM_LIMIT:

@@ -59,6 +59,11 @@ class ErrorRows:
         """The rows of all blocks, one after the other."""
         return self.blocks.reshape(-1, self.blocks.shape[2])
 
+    @property
+    def enough(self) -> bool:
+        """Whether there are blocks enough for an error bar: a spread of two numbers is not worth printing."""
+        return len(self.blocks) >= 3
+
     @classmethod
     def from_stretches(cls, found: Stretches) -> ErrorRows:
         """Blocks from the stretches that a stream left behind; a short stream is cut as an array would be."""
@@ -69,13 +74,10 @@ class ErrorRows:
         return cls(found.rows[: whole * STRETCH_ROWS].unflatten(0, (whole, -1)), found.seen, over)
 
     def bar(self, influence: Float[Tensor, "..."]) -> Bar | None:
-        """The error bar of a functional whose value moves by ``influence_i / n`` when row i is weighted up.
-
-        None with fewer than three blocks: a spread of two numbers carries no information worth printing.
-        """
-        count = len(self.blocks)
-        if count < 3:
+        """The error bar of a functional whose value moves by ``influence_i / n`` when row i is weighted up."""
+        if not self.enough:
             return None
+        count = len(self.blocks)
         means = influence.double().reshape(count, -1).mean(dim=1)
         # The blocks hold len(rows) of n rows; an error bar of the mean over all shrinks by the root of that share.
         variance = float(means.var(correction=1)) / count * (influence.numel() / self.n)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.errors import ShapeError
@@ -160,6 +160,18 @@ class Moments:
         third = self.third - trace * d - 2 * sd - n * d2 * d
         fourth = self.fourth - 4 * (d @ sd) - n * d2 * d2 - 4 * (third @ d) - 2 * trace * d2
         return Moments(n, self.mean + d, scatter, third, fourth, self.exponent)
+
+    def narrowed(self, columns: Int[Tensor, "k"], rows: Float[Tensor, "n d"]) -> Moments:
+        """The state of the same rows cut to some columns: the scatter is there already, radii are summed anew."""
+        scale = math.ldexp(1.0, -self.exponent)
+        mean = self.mean[columns]
+        third, fourth = torch.zeros_like(mean), self.fourth.new_zeros(())
+        for block in rows.split(BLOCK_ROWS):
+            y_ND = block[:, columns].double() * scale - mean
+            radius2 = y_ND.square().sum(dim=1)
+            third += radius2 @ y_ND
+            fourth += radius2 @ radius2
+        return Moments(self.count, mean, self.scatter[columns][:, columns], third, fourth, self.exponent)
 
     def covariance(self) -> Float[Tensor, "d d"]:
         """``scatter / (count - 1)``, in the square of the state's unit."""

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from anisoscope.text.corpus import Corpus
 from anisoscope.text.frequency import TokenCounts
 from anisoscope.text.tokens import Tokenizer
 
-ENCODED_AT_ONCE = 512  # documents handed to the tokenizer together
+ENCODED_AT_ONCE = 1 << 18  # characters handed to the tokenizer together: its working memory is far larger than the text
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,9 +194,13 @@ def _around(tokenizer: Tokenizer, add_special: bool | str) -> tuple[tuple[int, .
 
 def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> list[Int[np.ndarray, "_"]]:
     parts: list[Int[np.ndarray, "_"]] = []
-    documents = iter(corpus)
-    while group := list(islice(documents, ENCODED_AT_ONCE)):
-        parts += [ids for ids in tokenizer.encode_many(group) if len(ids)]
+    group: list[str] = []
+    for document in corpus:
+        group.append(document)
+        if sum(map(len, group)) >= ENCODED_AT_ONCE:
+            parts += tokenizer.encode_many(group)
+            group = []
+    parts = [ids for ids in (*parts, *tokenizer.encode_many(group)) if len(ids)]
     if not parts:
         raise TooFewTokensError(f"{corpus.name} gives no token at all with this tokenizer")
     return parts

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Probe, Record, site_order
-from anisoscope.views.series import FIRST_SLICE, Series, measure_order, with_error
+from anisoscope.views.series import FIRST_SLICE, Series, measure_order
 
 SURPRISE = 4.0  # standard errors from the truth that call for a second look
 
@@ -82,7 +82,7 @@ def estimate_table(estimates: Mapping[str, Estimate], title: str) -> Table:
 
 
 def layer_table(series: Series) -> Table:
-    """Sites by measures of one model at its last step, over all tokens: value ± standard error."""
+    """Sites by measures of one model at its last step, over all tokens. Errors stand in the report: here is no room."""
     records = [record for record in series.last() if record.slice == FIRST_SLICE]
     names = sorted({record.measure for record in records}, key=measure_order)
     sites = sorted({record.site for record in records}, key=site_order)
@@ -91,9 +91,9 @@ def layer_table(series: Series) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=escape(f"{series.label}{step}"), title_justify="left", title_style="bold")
     table.add_column("site", no_wrap=True)
     for name in names:
-        table.add_column(escape(name.replace("_", " ")), justify="right")
+        table.add_column(escape(name.replace("_", "\n")), justify="right", no_wrap=True)
     for site in sites:
-        cells = [with_error(found[site, name]) if (site, name) in found else "-" for name in names]
+        cells = [f"{found[site, name].value:.3g}" if (site, name) in found else "-" for name in names]
         table.add_row(escape(site), *cells)
     return table
 
