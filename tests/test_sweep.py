@@ -187,7 +187,8 @@ def test_the_commands_from_model_to_table(tmp_path, text, checkpoints):
     code, out, err = run("profile", checkpoints / "checkpoint-100", "--text", text, *FEW, cwd=tmp_path)
     assert code == 0, err
     folder = tmp_path / "runs" / "profile-checkpoint-100"
-    assert (
+    assert "resid.3" in out and "isoscore" in out and "forward passes" in out
+    assert str(folder.relative_to(tmp_path)) in out
         "resid.3" in out and "isoscore" in out and "forward passes" in out and str(folder.relative_to(tmp_path)) in out
     )
     page = (folder / "report.html").read_text()

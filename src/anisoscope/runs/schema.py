@@ -149,19 +149,22 @@ def part_rows(parts: Mapping[str, Estimate], above: str = "") -> list[tuple[Any,
     return rows
 
 
+_Children = dict[tuple[str, ...], dict[tuple[str, ...], Sequence[Any]]]
+
+
 def rebuild(row: Sequence[Any], parts: Sequence[Sequence[Any]]) -> Estimate:
     """The Estimate that ``estimate_row`` and ``part_rows`` took apart."""
-    children: dict[tuple[str, ...], dict[tuple[str, ...], Sequence[Any]]] = {}
+    children: _Children = {}
     for path, *columns in parts:
         names = tuple(name.replace("~1", "/").replace("~0", "~") for name in path.split("/"))
         children.setdefault(names[:-1], {})[names] = columns
+    return _build(row, (), children)
 
-    def build(columns: Sequence[Any], at: tuple[str, ...]) -> Estimate:
-        value, stderr, dof, over, n, method, notes = columns
-        fields: dict[str, Any] = {"value": value, "stderr": stderr, "dof": dof, "over": over, "n": n, "method": method}
-        below = {names[-1]: build(inner, names) for names, inner in children.get(at, {}).items()}
-        if below:
-            fields["parts"] = below
-        return Estimate(**fields, notes=tuple(json.loads(notes)))
 
-    return build(row, ())
+def _build(columns: Sequence[Any], at: tuple[str, ...], children: _Children) -> Estimate:
+    value, stderr, dof, over, n, method, notes = columns
+    fields: dict[str, Any] = {"value": value, "stderr": stderr, "dof": dof, "over": over, "n": n, "method": method}
+    below = {names[-1]: _build(inner, names, children) for names, inner in children.get(at, {}).items()}
+    if below:
+        fields["parts"] = below
+    return Estimate(**fields, notes=tuple(json.loads(notes)))

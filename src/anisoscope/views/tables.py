@@ -88,7 +88,13 @@ def layer_table(series: Series) -> Table:
     sites = sorted({record.site for record in records}, key=site_order)
     found = {(record.site, record.measure): record.estimate for record in records}
     step = f", step {series.steps[-1]:,}" if series.steps and series.steps[-1] else ""
-    table = Table(box=box.SIMPLE_HEAD, title=escape(f"{series.label}{step}"), title_justify="left", title_style="bold")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=escape(f"{series.label}{step}"),
+        title_justify="left",
+        title_style="bold",
+        padding=0,
+    )
     table.add_column("site", no_wrap=True)
     for name in names:
         table.add_column(escape(name.replace("_", "\n")), justify="right", no_wrap=True)
