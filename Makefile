@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/anisoscope demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadscope
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -282,7 +282,7 @@ def bench_memory(n: int) -> list[str]:
         "| measure | input | peak beyond it | share |",
         "|---|---|---|---|",
     ]
-    for name in ("two_nn", "mle", "spectral_ratio", "effective_rank", "mean_cosine", "curvature"):
+    for name in ("two_nn", "mle", "spectral_ratio", "effective_rank", "mean_cosine", "local_pca_dimension"):
         answer = subprocess.run(
             [sys.executable, "-c", PEAK.format(n=n, warm=name)], capture_output=True, text=True, check=True
         )

@@ -860,3 +860,10 @@ def test_near_copies_are_rows_of_their_own(name, seed):
     assert found.n == 160
     assert not any("exact copies" in note for note in found.notes)
     assert found.value == pytest.approx(NEAR[name](both), rel=1e-6 if name == "gride" else 1e-9)
+
+
+def test_curvature_refuses_dimensions_where_no_neighbourhood_is_local():
+    rows = torch.randn(3000, 200, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(OptionError, match="hardly local; give a smaller dimension, or k yourself"):
+        an.curvature(rows)
+    assert an.curvature(rows, dimension=4).value > 0

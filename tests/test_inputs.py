@@ -413,7 +413,6 @@ class TestTwoLayers:
         truth = an.linearity(ROWS, AFTER).value
         assert an.linearity(pieces(ROWS), AFTER).value == pytest.approx(truth, rel=1e-9)
 
-    @pytest.mark.xfail(strict=True, reason="both layers draw from one iterator of masks")
     def test_an_iterator_of_masks_serves_both_layers(self):
         truth = an.linearity(ROWS[KEEP], AFTER[KEEP]).value
         found = an.linearity(pieces(ROWS), pieces(AFTER), mask=iter(pieces(KEEP)))

@@ -50,6 +50,8 @@ DEFAULT_MEASURES = (
 ONE_BATCH = ("gride", "local_pca_dimension", "local_isotropy", "curvature", "partition_isotropy")
 """Measured on the first batch alone: they cost as much as all others together, and carry an error of their own."""
 
+WHOLE_SPECTRUM = ("effective_rank", "effective_rank_lambda", "spectral_ratio_l1")
+
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"gride": {"scales": (1, 2, 4, 8, 16)}}
 DEFAULT_SITES = ("embed", "resid.*", "final_norm")
 SPECTRUM_POINTS = 256  # a curve for the eye: ranks beyond are thinned out evenly on a log scale
@@ -306,6 +308,8 @@ def _enter_slice(
     notes: tuple[str, ...] = (),
 ) -> None:
     work = states.workspace(in_order)
+    # Those that need the whole spectrum first: what they find on the way serves the error bars of the others.
+    names = sorted(names, key=lambda name: name not in WHOLE_SPECTRUM)
     light = [one.workspace(no_rows(in_order)) for one in batch_states]
     for name in names:
 

@@ -310,3 +310,11 @@ def _check_finite(chunk: Chunk) -> None:
             f"{name_rows(numbers)} {verb} NaN or infinity (rows counted from 0, before any mask); "
             "mask them or find out where they come from"
         )
+
+
+def mean_row(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d"]:
+    """The mean of the rows in float64, block by block: torch's own would copy all of them into float64 first."""
+    total = rows.new_zeros(rows.shape[1], dtype=torch.float64)
+    for block in rows.split(1024):
+        total += block.sum(dim=0, dtype=torch.float64)
+    return total / len(rows)

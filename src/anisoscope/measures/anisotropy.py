@@ -318,8 +318,7 @@ def _ratio_bar(work: Workspace, value: float) -> Bar | None:
         return None
     covariance = work.moments.covariance()
     trace, size = float(covariance.trace()), float(covariance.square().sum())
-    y = _centred_error_rows(work, float32=True)
-    radius2, form = _radius2(y), (y @ covariance.to(y.dtype)).mul_(y).sum(dim=1, dtype=torch.float64)
+    radius2, form = _quadratic_forms(work, covariance)
     influence = 2 * trace * (radius2 - trace) / size - 2 * trace**2 * (form - size) / size**2
     return _second_order(work.error_rows.bar(influence), value, work.n, 1.0)
 
@@ -342,7 +341,9 @@ def _spectral_estimate(
     if not work.error_rows.enough:
         return Estimate(value=value, n=work.n, method=method, notes=found.notes, **fields(None))
     y = _centred_error_rows(work, float32=float(found.values[-1]) > FLOAT32_SPREAD * found.total)
-    influence = ((y @ found.vectors.to(y.dtype)).double().square_() - found.values) @ weights
+    if "squared scores" not in work.cache:
+        work.cache["squared scores"] = (y @ found.vectors.to(y.dtype)).double().square_()
+    influence = (work.cache["squared scores"] - found.values) @ weights
     bar, notes = _unless_biased(work.error_rows.bar(influence), bias, "the spectrum of a sample is spread out")
     return Estimate(value=value, n=work.n, method=method, notes=(*found.notes, *notes), **fields(bar))
 
@@ -380,6 +381,15 @@ def _centred_error_rows(work: Workspace, *, float32: bool) -> Float[Tensor, "n d
         work.cache[key] = centred.float() if short else centred
     found: Tensor = work.cache[key]
     return found
+
+
+def _quadratic_forms(work: Workspace, covariance: Float[Tensor, "d d"]) -> tuple[Tensor, Tensor]:
+    """``|y|^2`` and ``y^T S y`` of the rows for error bars; from their scores on the axes where these were needed."""
+    if "squared scores" in work.cache:
+        scores2 = work.cache["squared scores"]
+        return scores2.sum(dim=1), scores2 @ spectrum(work).values
+    y = _centred_error_rows(work, float32=True)
+    return _radius2(y), (y @ covariance.to(y.dtype)).mul_(y).sum(dim=1, dtype=torch.float64)
 
 
 def _radius2(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n"]:

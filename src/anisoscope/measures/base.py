@@ -38,6 +38,8 @@ from anisoscope.stats.turns import Turns
 CLOUD_ROWS = 65_536
 """Rows kept from a file or stream for the measures that must hold points in memory (neighbours, local geometry)."""
 
+CODED_ROWS = 512  # rows coded at a time, so that what is needed on the way stays small
+
 Duplicates = Literal["drop", "keep", "error"]
 
 
@@ -327,11 +329,11 @@ def _row_codes(rows: Tensor) -> Tensor:
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
     weights = torch.randint(-(2**62), 2**62, (rows.shape[1],), generator=torch.Generator().manual_seed(1))
     weights = (2 * weights + 1).to(rows.device)
-    parts = []
-    for part in rows.split(2048):
+    codes = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+    for part, code in zip(rows.split(CODED_ROWS), codes.split(CODED_ROWS), strict=True):
         bits = (part + 0.0).contiguous().view(words).long()  # + 0.0 makes one zero of two
-        parts.append((bits * weights).sum(dim=1))
-    return torch.cat(parts)
+        torch.sum(bits.mul_(weights), dim=1, out=code)
+    return codes
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from anisoscope.measures.local import local_frames, neighborhoods, side_by_side
 from anisoscope.measures.uncertainty import Bar, fields, mean_bar
 
 MIN_K = 64
+MOST_K = 2048  # beyond this no neighbourhood is local any more; whoever wants it says so with k
 ROUNDING = 1e-7  # normal parts below this share of the tangent ones are rounding: the root of a Gram matrix's error
 ROWS_PER_COEFFICIENT = 3  # a fit with fewer rows than this for each coefficient follows noise
 
@@ -40,7 +41,8 @@ def curvature(
 
     The noise of the fitted coefficients is taken off the squares; what remains is a bias of order (radius/R)^2, which
     the error bar, over neighbourhoods, does not contain. ``dimension`` defaults to the rounded maximum-likelihood
-    dimension of 256 neighbourhoods of 20 rows, ``k`` to 64 or three rows for each coefficient, whichever is more.
+    dimension of 256 neighbourhoods of 20 rows, ``k`` to 64 or three rows for each coefficient, whichever is more
+    (above some 35 dimensions that would be thousands of rows: then ask for a smaller dimension, or give k).
     """
     return run("curvature", rows, mask, seed, dimension=dimension, k=k, anchors=anchors, duplicates=duplicates)
 
@@ -63,6 +65,12 @@ def _curvature(
         )
     terms = 1 + d + d * (d + 1) // 2
     size = max(MIN_K, ROWS_PER_COEFFICIENT * terms) if k is None else k
+    if k is None and size > MOST_K:
+        source = "the rows read as" if dimension is None else "you asked for"
+        raise OptionError(
+            f"{source} dimension {d}, where a quadratic fit wants neighbourhoods of {size:,} rows, which are hardly local; "
+            "give a smaller dimension, or k yourself"
+        )
     if size + 1 <= terms:
         raise OptionError(f"a quadratic fit in dimension {d} has {terms} coefficients; k must be at least {terms}")
     if points.n < size + 1:

@@ -21,6 +21,7 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Duplicates, Needs, Points, Workspace, register, run
 from anisoscope.measures.neighbors import nearest_neighbors
 from anisoscope.measures.uncertainty import Bar, fields, mean_bar, subsample_bars
+from anisoscope.rows import mean_row
 
 Variant = Literal["facco", "shape_of_learning", "ml"]
 Pooling = Literal["pooled", "mean"]
@@ -115,7 +116,7 @@ def _length(rows: Tensor, variant: Variant) -> float | None:
     """The mean length of centred rows, which scales what that variant calls zero; None for the others."""
     if variant != "shape_of_learning":
         return None
-    mean = rows.mean(dim=0, dtype=torch.float64)
+    mean = mean_row(rows)
     return float(torch.cat([(part.double() - mean).norm(dim=1) for part in rows.split(8192)]).mean())
 
 

@@ -22,7 +22,7 @@ from anisoscope.measures.neighbors import neighbors_of
 from anisoscope.measures.uncertainty import Bar, fields, mean_bar
 from anisoscope.rows import as_rows, of_unit_size
 
-BATCH_ANCHORS = 128  # neighbourhoods gathered at a time
+BATCH_NUMBERS = 1 << 23  # numbers gathered at a time: about 128 neighbourhoods of 64 rows at width 768
 FUKUNAGA_OLSEN = 0.05  # an axis counts if its variance is at least this share of the largest
 EXPLAINED = 0.95  # or as many axes as explain this share
 
@@ -110,8 +110,9 @@ def local_frames(
     tangents = make((count, width, dimension), dtype=dtype)
     variances, scores = make((count, rank), dtype=torch.float64), make((count, members, rank), dtype=dtype)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for at in range(0, count, BATCH_ANCHORS):
-            here = slice(at, at + BATCH_ANCHORS)
+        batch = max(1, BATCH_NUMBERS // (members * width))
+        for at in range(0, count, batch):
+            here = slice(at, at + batch)
             local = rows[found.members[here]].to(dtype)
             local -= local[:, :1].clone()
             unit = _unit(local)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from anisoscope.errors import OptionError, TooFewRowsError
 from anisoscope.measures.plan import Plan, choose_plan, principal_axes, project, scale_of
+from anisoscope.rows import mean_row
 
 TILE_ROWS, TILE_COLUMNS = 2048, 1024  # a float32 tile of 8 MB: large enough for BLAS, small enough for cache
 PAIR_BLOCK = 4096  # pairs measured at a time in float64
@@ -66,7 +67,7 @@ def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None =
     if plan is None and n <= FEW_ROWS:
         return neighbors_of(rows, torch.arange(n, device=rows.device), k)
     generator = torch.Generator().manual_seed(seed)
-    mean = rows.mean(dim=0, dtype=torch.float64)
+    mean = mean_row(rows)
     if plan is None:
         plan, basis = choose_plan(rows, mean, k, generator)
     else:
@@ -154,7 +155,7 @@ class _Search:
         """The middle of some rows. Any constant would be valid; this one keeps what is multiplied small."""
         if self.coordinates is not None:
             return self.coordinates[which].mean(dim=0)
-        middle = self.rows[which].mean(dim=0, dtype=torch.float64)
+        middle = mean_row(self.rows[which])
         return middle if self.rows.dtype == torch.float64 else middle.float()
 
     def order_rows(self, generator: torch.Generator) -> None:

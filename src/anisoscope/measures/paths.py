@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import tee
 from typing import Literal
 
 import torch
@@ -70,7 +71,9 @@ def linearity(
     choose("map", map, ("linear", "orthogonal"))
     choose("target", target, ("output", "update"))
     choose("bias", bias, ("corrected", "plugin"))
-    first, second = as_rows(rows, mask), as_rows(next_rows, mask)
+    # An iterator of masks gives each of them once, and both layers need them all.
+    masks = tee(mask) if isinstance(mask, Iterator) else (mask, mask)
+    first, second = as_rows(rows, masks[0]), as_rows(next_rows, masks[1])
     width: list[int] = []
     joint = Workspace(as_rows(_side_by_side(first, second, target, width)), Needs(moments="float64"))
     n, scatter = joint.n, joint.moments.scatter
