@@ -1,0 +1,1 @@
+"""Tangent proxies fitted from activations, their controls, and how much of a gradient they hold."""

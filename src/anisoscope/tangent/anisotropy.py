@@ -1,0 +1,168 @@
+"""How much of the gradient's anisotropy lies in a subspace: what taking the subspace away changes, against controls.
+
+``Delta(Q) = T(P C P) - T(C)`` with ``P = I - Q Q^T``, C the centred covariance of the gradient and T isoscore_star or
+spectral_ratio. Taking any K directions away zeroes K eigenvalues; the mean over matched controls cancels that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anisoscope.errors import DegenerateError, OptionError, ShapeError, TooFewRowsError
+from anisoscope.estimate import Estimate
+from anisoscope.measures.uncertainty import Bar, fields
+from anisoscope.stats.moments import Moments
+from anisoscope.tangent.controls import check_basis
+from anisoscope.tangent.units import in_range, p_value
+
+EXACT_WIDTH = 160  # up to here whole eigendecompositions for all controls cost less than an iteration
+LANCZOS_STEPS = 40
+LANCZOS_ROUNDS = 12
+TOLERANCE = 1e-5  # residual over eigenvalue at which the iteration stops; the value's own error is its square or so
+
+
+@dataclass(frozen=True)
+class AnisotropyShare:
+    """Delta of a basis minus the mean Delta of its controls, for both measures, with p-values over the controls.
+
+    ``isoscore_star`` above 0: taking the basis away leaves a rounder gradient than taking a control away.
+    ``spectral_ratio`` below 0 says the same. The p-values are one-sided in these directions.
+    """
+
+    isoscore_star: Estimate
+    spectral_ratio: Estimate
+    p_isoscore_star: float
+    p_spectral_ratio: float
+
+
+def anisotropy_share(
+    gradients: Float[Tensor, "n d"],
+    basis: Float[Tensor, "d k"],
+    controls: Float[Tensor, "b d k"],
+    zeta: float = 0.1,
+) -> AnisotropyShare:
+    """``Delta(Q) - mean_b Delta(Q_b)`` for isoscore_star (shrunken by ``zeta`` to ``(tr S / D) I``) and spectral_ratio.
+
+    Everything after the covariance works on D x D matrices. The plain (plug-in) formulas are used: the bias of few
+    rows is nearly the same for basis and controls and cancels in the difference.
+    """
+    if not 0 <= zeta <= 1:
+        raise OptionError(f"zeta is a share between 0 and 1, got {zeta}")
+    rows = in_range(gradients, "gradients")
+    check_basis(basis, rows.shape[1])
+    if controls.shape[1:] != basis.shape:
+        raise ShapeError(f"controls have shape {tuple(controls.shape)}, the basis {tuple(basis.shape)}; want (B, D, K)")
+    if len(controls) == 0:
+        raise OptionError("anisotropy_share needs at least one control")
+    if len(rows) < 2:
+        raise TooFewRowsError(f"a covariance needs two rows, got {len(rows)}")
+    covariance = Moments.of(rows).covariance()
+    if not float(covariance.trace()) > 0:
+        raise DegenerateError("all gradient rows are equal: their covariance is zero")
+    covariance = covariance / covariance.trace()
+    bases = torch.cat([basis[None], controls.to(basis)]).to(covariance)
+    rounder = isoscores_without(covariance, bases, zeta)
+    whole = isoscores_without(covariance, bases[:1, :, :0], zeta)
+    lead, notes = spectral_ratios_without(covariance, bases)
+    top = torch.linalg.eigvalsh(covariance)[-1:]
+    n = len(rows)
+    return AnisotropyShare(
+        _difference(rounder - whole, float(whole), f"isoscore_star, z={zeta:g}, plugin", n, ()),
+        _difference(lead - top, float(top), "spectral_ratio", n, notes),
+        p_value(float(rounder[0]), rounder[1:]),
+        p_value(-float(lead[0]), -lead[1:]),
+    )
+
+
+def _difference(deltas: Float[Tensor, "b1"], whole: float, name: str, n: int, notes: tuple[str, ...]) -> Estimate:
+    own, null = float(deltas[0]), deltas[1:]
+    mean, b = float(null.mean()), len(null)
+    bar = Bar(float(null.std(correction=1)) / math.sqrt(b), b - 1, f"{b} controls") if b >= 3 else None
+
+    def part(value: float, what: str) -> Estimate:
+        return Estimate(value=value, stderr=None, n=n, method=what)
+
+    return Estimate(
+        value=own - mean,
+        n=n,
+        method=f"Delta(Q) - mean_b Delta(Q_b) of {name}",
+        notes=(*notes, "the error bar is that of the controls' mean; the rows are taken as given"),
+        parts={"delta": part(own, f"{name} without Q minus with"), "controls": part(mean, "mean over controls"),
+               "whole": part(whole, f"{name} of the gradient")},
+        **fields(bar),
+    )  # fmt: skip
+
+
+def isoscores_without(
+    covariance: Float[Tensor, "d d"], bases: Float[Tensor, "b d k"], zeta: float
+) -> Float[Tensor, "b"]:
+    """isoscore_star of ``P C P`` for each basis, with no matrix but ``C Q`` formed.
+
+    ``tr P C P = tr C - tr Q^T C Q`` and ``|P C P|^2 = |C|^2 - 2 |C Q|^2 + |Q^T C Q|^2``.
+    """
+    b, d, k = bases.shape
+    flat = bases.permute(1, 0, 2).reshape(d, b * k)
+    image = (covariance @ flat).view(d, b, k).permute(1, 0, 2)
+    small = bases.transpose(1, 2) @ image
+    trace = covariance.trace() - small.diagonal(dim1=1, dim2=2).sum(dim=1)
+    square = covariance.square().sum() - 2 * image.square().sum(dim=(1, 2)) + small.square().sum(dim=(1, 2))
+    if not bool((trace > 1e-12 * covariance.trace()).all()):
+        raise DegenerateError("some basis holds all of the gradient's variance: nothing is left to measure without it")
+    keep = 1 - zeta
+    ratio = trace.square() / (keep**2 * square + (1 - keep**2) * trace.square() / d)
+    return (ratio - 1) / (d - 1)
+
+
+def spectral_ratios_without(
+    covariance: Float[Tensor, "d d"], bases: Float[Tensor, "b d k"]
+) -> tuple[Float[Tensor, "b"], tuple[str, ...]]:
+    """spectral_ratio of ``P C P`` for each basis; a note where the iteration did not settle for all of them."""
+    image = (bases.transpose(1, 2) @ covariance * bases.transpose(1, 2)).sum(dim=(1, 2))
+    trace = covariance.trace() - image
+    if covariance.shape[0] <= EXACT_WIDTH:
+        off = covariance - bases @ (bases.transpose(1, 2) @ covariance)
+        off = off - (off @ bases) @ bases.transpose(1, 2)
+        return torch.linalg.eigvalsh((off + off.transpose(1, 2)) / 2)[:, -1] / trace, ()
+    value, residual = _lanczos(covariance, bases)
+    worst = float(residual.max())
+    late = f"the leading eigenvalue settled to {worst:.1g} of itself only" if worst > TOLERANCE else ""
+    return value / trace, (late,) if late else ()
+
+
+def _lanczos(
+    covariance: Float[Tensor, "d d"], bases: Float[Tensor, "b d k"]
+) -> tuple[Float[Tensor, "b"], Float[Tensor, "b"]]:
+    """Leading eigenvalue of ``P C P`` for all bases at once, and its residual over it; restarted until it settles."""
+    b, d, k = bases.shape
+    steps = min(LANCZOS_STEPS, d - k)
+    generator = torch.Generator().manual_seed(0)  # a start, not a result: any other gives the same value
+    start = torch.randn(b, d, generator=generator, dtype=torch.float64).to(covariance)
+
+    def off(v: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        return v - (bases @ (bases.transpose(1, 2) @ v[:, :, None]))[:, :, 0]
+
+    for _ in range(LANCZOS_ROUNDS):
+        start = torch.nn.functional.normalize(off(start), dim=1)
+        space, images = start[:, None], []
+        for step in range(steps):
+            image = off(space[:, step] @ covariance)
+            images.append(image)
+            if step + 1 < steps:
+                fresh = image
+                for _ in range(2):  # once leaves rounding behind, and Lanczos vectors then repeat themselves
+                    fresh = off(fresh - ((space @ fresh[:, :, None]).transpose(1, 2) @ space)[:, 0])
+                space = torch.cat([space, torch.nn.functional.normalize(fresh, dim=1)[:, None]], dim=1)
+        image_BSD = torch.stack(images, dim=1)
+        small = space @ image_BSD.transpose(1, 2)
+        values, vectors = torch.linalg.eigh((small + small.transpose(1, 2)) / 2)
+        value, mix = values[:, -1], vectors[:, None, :, -1]
+        start = (mix @ space)[:, 0]
+        residual = ((mix @ image_BSD)[:, 0] - value[:, None] * start).norm(dim=1) / value
+        if bool((residual <= TOLERANCE).all()):
+            break
+    return value, residual

@@ -1,0 +1,135 @@
+"""Controls: bases of a proxy's own rank that a gradient has no reason to prefer. K is the rank, B the number of draws.
+
+All draws of one call come from one block of Gaussians, drawn on the CPU in float32 whatever the device and precision
+asked for: the same seed means the same spans everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anisoscope.errors import DegenerateError, OptionError, ShapeError, TooFewRowsError, choose
+from anisoscope.stats.moments import Moments
+
+CONTROL_KINDS = ("normal", "normal_top", "random")
+ORTHONORMAL = 1e-4
+"""How far ``Q^T Q`` may be from the identity before a basis is refused: far above the rounding of float32."""
+
+
+def check_basis(basis: Float[Tensor, "d k"], width: int | None = None, name: str = "the basis") -> None:
+    """Raise unless the columns are orthonormal, fewer than the width, and as wide as the rows they are used with."""
+    d, k = basis.shape
+    if width is not None and d != width:
+        raise ShapeError(f"{name} has {d} rows, the width of the data is {width}; they must live in the same space")
+    if not 1 <= k < d:
+        raise ShapeError(f"{name} has rank {k} in width {d}; a rank of at least 1 and below the width is needed")
+    gram = (basis.T @ basis).double()
+    error = float((gram - torch.eye(k, dtype=torch.float64, device=gram.device)).abs().max())
+    if not error <= ORTHONORMAL:  # written so that NaN is refused too
+        raise ShapeError(
+            f"{name} is not orthonormal: Q^T Q differs from the identity by {error:.2g}; use torch.linalg.qr(Q).Q"
+        )
+
+
+def check_complement(width: int, rank: int) -> None:
+    """Raise where the complement of a rank-K basis holds no other rank-K basis."""
+    if width - rank < rank:
+        raise OptionError(
+            f"rank {rank} leaves {width - rank} of {width} dimensions outside the basis, too few for a control "
+            f"of equal rank there; take a rank of at most {width // 2}, or controls='random'"
+        )
+
+
+def gaussian_draws(
+    width: int, rank: int, draws: int, *, seed: int, device: torch.device | str = "cpu"
+) -> Float[Tensor, "d b k"]:
+    """The Gaussian matrices behind every random control, width first, so that one product takes all of them."""
+    if draws < 1:
+        raise OptionError(f"draws={draws}: at least one control is needed")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(width, draws, rank, generator=generator).to(device)
+
+
+def control_bases(
+    basis: Float[Tensor, "d k"],
+    kind: str = "normal",
+    draws: int = 199,
+    *,
+    seed: int = 0,
+    rows: Float[Tensor, "n d"] | None = None,
+) -> Float[Tensor, "b d k"]:
+    """Orthonormal bases of the same rank to compare ``basis`` with.
+
+    - ``normal``: Gaussian columns, projected off ``basis``, made orthonormal: uniform (Haar) in its complement.
+    - ``random``: the same Gaussian columns, not projected: uniform in the whole space.
+    - ``normal_top``: the directions of the complement along which ``rows`` vary most. One draw, no chance in it; for
+      more draws the rows are drawn anew with replacement (the first draw stays the plain one).
+
+    Precision and device are those of ``basis`` (float32 at least).
+    """
+    choose("control", kind, CONTROL_KINDS)
+    check_basis(basis)
+    d, k = basis.shape
+    basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
+    if kind == "random":
+        return orthonormal(_as_bases(gaussian_draws(d, k, draws, seed=seed, device=basis.device), basis.dtype))
+    check_complement(d, k)
+    if kind == "normal_top":
+        if rows is None:
+            raise OptionError("controls='normal_top' are directions of the activations' variance: give rows")
+        if rows.shape[1] != d:
+            raise ShapeError(f"rows have width {rows.shape[1]}, the basis {d}; they must live in the same space")
+        return _normal_top(basis, rows, draws, seed)
+    columns = _as_bases(gaussian_draws(d, k, draws, seed=seed, device=basis.device), basis.dtype)
+    for _ in range(2):  # the first pass leaves a rounding error along the basis, which the second takes off
+        columns = orthonormal(columns - basis @ (basis.T @ columns))
+    return columns
+
+
+def _as_bases(draws: Float[Tensor, "d b k"], dtype: torch.dtype) -> Float[Tensor, "b d k"]:
+    return draws.permute(1, 0, 2).to(dtype).contiguous()
+
+
+def orthonormal(columns: Float[Tensor, "b d k"]) -> Float[Tensor, "b d k"]:
+    """Orthonormal columns of the same spans, all at once, by Cholesky of the small Gram matrices.
+
+    Twice, since once leaves an error of the condition squared; the small matrices are factored in float64.
+    """
+    for _ in range(2):
+        small = (columns.transpose(1, 2) @ columns).double()
+        factor, failed = torch.linalg.cholesky_ex(small)
+        if bool(failed.any()):
+            raise DegenerateError("some control spans fewer dimensions than its rank; take a smaller rank")
+        unit = torch.eye(small.shape[1], dtype=torch.float64, device=small.device).expand_as(small)
+        # R^-T of a K x K matrix, then one product: far cheaper than triangular solves with D right-hand sides.
+        inverse = torch.linalg.solve_triangular(factor, unit, upper=False)
+        columns = columns @ inverse.transpose(1, 2).to(columns.dtype)
+    return columns
+
+
+def _normal_top(
+    basis: Float[Tensor, "d k"], rows: Float[Tensor, "n d"], draws: int, seed: int
+) -> Float[Tensor, "b d k"]:
+    n, k = len(rows), basis.shape[1]
+    if draws < 1:
+        raise OptionError(f"draws={draws}: at least one control is needed")
+    if n < 2 * k + 2:
+        raise TooFewRowsError(f"{n} rows have fewer than {k} directions of variance beyond a basis of rank {k}")
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for draw in range(draws):
+        picks = torch.randint(n, (n,), generator=generator).to(rows.device) if draw else slice(None)
+        found.append(_top_of_complement(basis, Moments.of(rows[picks]).covariance()))
+    return torch.stack(found)
+
+
+def _top_of_complement(basis: Float[Tensor, "d k"], covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d k"]:
+    k, q = basis.shape[1], basis.double()
+    # In coordinates of the complement, so that no direction of the basis itself can come back as a zero eigenvalue.
+    other = torch.linalg.qr(q, mode="complete").Q[:, k:]
+    vectors = torch.linalg.eigh(other.T @ covariance @ other).eigenvectors.flip(1)[:, :k]
+    top = other @ vectors
+    top = top - q @ (q.T @ top)  # the basis may be orthonormal to float32 only
+    return orthonormal(top[None])[0].to(basis.dtype)

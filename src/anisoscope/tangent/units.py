@@ -1,0 +1,105 @@
+"""What an error bar is over: rows taken one by one, or groups of them (sequences) that are independent as wholes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anisoscope.errors import NonFiniteError, OptionError, ShapeError, TooFewRowsError, name_rows
+from anisoscope.estimate import Estimate
+from anisoscope.measures.uncertainty import Bar, fields
+from anisoscope.rows import largest_size, non_finite_rows, power_of_two_scale
+
+FEWEST = 3  # a spread of two numbers is not worth printing
+ALONE = "rows were taken as independent; tokens of one sequence are not: give groups for an error bar over sequences"
+
+
+@dataclass(frozen=True)
+class Units:
+    """The number of its unit for each row, and the name of the population the units are drawn from."""
+
+    index: Int[Tensor, "n"]
+    count: int
+    over: str
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, groups: Int[Tensor, "g"] | None, n: int, device: torch.device | str, name: str = "sequences") -> Units:
+        """Units from a label for each row; every row its own unit where there are no labels."""
+        if groups is None:
+            return cls(torch.arange(n, device=device), n, "rows", (ALONE,))
+        if len(groups) != n:
+            raise ShapeError(f"groups has {len(groups)} labels for {n} rows; one label for each row is needed")
+        labels, index = groups.to(device).unique(return_inverse=True)
+        return cls(index, len(labels), f"{len(labels)} {name}")
+
+    def sum(self, values: Float[Tensor, "n"]) -> Float[Tensor, "g"]:
+        """The total of ``values`` in each unit, in float64."""
+        out = torch.zeros(self.count, dtype=torch.float64, device=values.device)
+        return out.index_add_(0, self.index, values.double())
+
+
+def jackknife(top: Float[Tensor, "g"], bottom: Float[Tensor, "g"], over: str) -> Bar | None:
+    """The error bar of ``sum(top) / sum(bottom)`` from leaving out each unit in turn; None for fewer than three."""
+    total, used = bottom.sum(), bottom > 0
+    count = int(used.sum())  # units without energy (padding alone) say nothing and are no degrees of freedom
+    if count < FEWEST or bool((bottom[used] >= total * (1 - 1e-12)).any()):
+        return None
+    without = (top.sum() - top[used]) / (total - bottom[used])
+    variance = (count - 1) / count * float((without - without.mean()).square().sum())
+    return Bar(math.sqrt(variance), count - 1, over)
+
+
+def ratio(
+    top: Float[Tensor, "n"],
+    bottom: Float[Tensor, "n"],
+    units: Units,
+    method: str,
+    *,
+    scale: float = 1.0,
+    parts: Mapping[str, Estimate] | None = None,
+) -> Estimate:
+    """``scale * sum(top) / sum(bottom)`` over rows, with an error bar over the units."""
+    tops, bottoms = units.sum(top), units.sum(bottom)
+    bar = jackknife(tops, bottoms, units.over)
+    notes = units.notes if bar else (f"no error bar: fewer than {FEWEST} independent units with energy",)
+    return Estimate(
+        value=scale * float(tops.sum() / bottoms.sum()),
+        n=len(top),
+        method=method,
+        notes=notes,
+        parts=parts or {},
+        **fields(bar and bar.scaled(scale)),
+    )
+
+
+def in_range(rows: Float[Tensor, "n d"], name: str) -> Float[Tensor, "n d"]:
+    """Rows as float32 or float64, detached, at a size whose squares stay in range: shares do not see the factor."""
+    rows = rows.detach()
+    if not rows.is_floating_point():
+        raise ShapeError(f"{name} have dtype {rows.dtype}; real numbers are needed")
+    if len(rows) == 0:
+        raise TooFewRowsError(f"{name} have no row; at least one is needed")
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    largest = largest_size(rows)
+    if not math.isfinite(largest):
+        bad = non_finite_rows(rows).tolist()
+        raise NonFiniteError(f"{name}: {name_rows(bad)} of {len(rows):,} hold NaN or infinity; mask them")
+    scale = power_of_two_scale(largest)
+    return rows if scale == 1.0 else rows * scale
+
+
+def p_value(observed: float, null: Float[Tensor, "b"]) -> float:
+    """``(1 + #{null >= observed}) / (B + 1)``: the smallest it can be is 1 / (B + 1), never 0.
+
+    Values equal up to rounding count as equal, against the observed one.
+    """
+    if len(null) == 0:
+        raise OptionError("a p-value needs at least one draw from the null")
+    slack = 1e-9 * abs(observed)
+    return (1 + int((null >= observed - slack).sum())) / (len(null) + 1)
