@@ -1,0 +1,1 @@
+"""Training from scratch: recipes (``recipe``), data (``data``), the loop (``loop``) and its checkpoints."""
