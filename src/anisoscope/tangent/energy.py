@@ -99,12 +99,11 @@ def energy_share(
     """
     found = Gradients.of(gradients, groups)
     check_basis(basis, found.width)
-    return share_of(found, basis)
+    return _share(found, found.along(basis))
 
 
-def share_of(found: Gradients, basis: Float[Tensor, "d k"]) -> Estimate:
-    """The energy share of checked gradients."""
-    return ratio(found.along(basis), found.energies, found.units, "|G Q|^2 / |G|^2")
+def _share(found: Gradients, along: Float[Tensor, "n"]) -> Estimate:
+    return ratio(along, found.energies, found.units, "|G Q|^2 / |G|^2")
 
 
 def shares(found: Gradients, bases: Float[Tensor, "b d k"]) -> Float[Tensor, "b"]:
@@ -238,9 +237,9 @@ def run_test(
     check_basis(basis, found.width)
     if controls != "random":
         check_complement(*basis.shape)
-    share = share_of(found, basis)
-    drawn = _drawn(found, basis, draws, seed, controls == "normal")
     along, top = found.along(basis), None
+    share = _share(found, along)
+    drawn = _drawn(found, basis, draws, seed, controls == "normal")
     if controls == "normal_top":
         top = control_bases(basis, controls, 1, seed=seed, rows=activations)
         null = shares(found, top)

@@ -19,7 +19,7 @@ from anisoscope.tangent.energy import DRAWS, EnergyTest, Gradients, run_test
 from anisoscope.tangent.units import FEWEST, Units, in_range, p_value
 
 SCHEMES = ("tokens", "within", "sequences")
-GATHER = 16  # multiplications of a matrix product in the time that one element is gathered and summed
+GATHER = 150  # multiplications of a matrix product in the time that one element is gathered and summed
 GRAM_ROWS = 12_288  # rows whose three Gram matrices still fit in memory (1.8 GB of float32)
 
 
@@ -176,7 +176,7 @@ def _by_gram(x: Tensor, g: Tensor, q: Tensor, orders: Sequence[Tensor]) -> Float
     found = []
     for order in orders:
         order = order.to(x.device)
-        dealt = signal[order][:, order]
+        dealt = signal[order].index_select(1, order)  # three times as fast as indexing columns
         # Row sums first: sums over a row in the rows' precision, sums over rows in float64.
         top, bottom = ((dealt * gram).sum(dim=1).double().sum() for gram in (part, whole))
         found.append(top / bottom)
