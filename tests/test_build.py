@@ -1,4 +1,4 @@
-"""Models from scratch: what the mask and the ablations do, that weights are shared, and that a saved model is the same."""
+"""Models from scratch: what masks and ablations do, that weights are shared, and that a saved model is the same."""
 
 import pytest
 import torch

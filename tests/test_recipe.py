@@ -1,6 +1,7 @@
 """Recipes: those that come with the package, and mistakes told in one line with file, line and place."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -137,7 +138,7 @@ def test_the_rate_rises_and_falls():
     assert rates[0] == pytest.approx(0.05) and rates[9] == pytest.approx(0.5) == max(rates)
     assert rates[-1] == pytest.approx(0.1)
     assert rates[54] == pytest.approx(0.5 * (0.2 + 0.8 / 2))  # half of the way down, at half of the time
-    assert all(a < b for a, b in zip(rates[:9], rates[1:10])) and all(a > b for a, b in zip(rates[9:], rates[10:]))
+    assert all(a < b for a, b in pairwise(rates[:10])) and all(a > b for a, b in pairwise(rates[9:]))
     flat = plan.model_copy(update={"schedule": "constant"})
     assert {learning_rate(flat, step) for step in range(10, 101)} == {0.5}
     alone = OptimisationSpec(steps=1, batch_size=1, lr=0.5, warmup_steps=1)

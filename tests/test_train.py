@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -72,6 +73,30 @@ def test_the_loss_falls_below_what_token_frequencies_give(tmp_path, data, varian
     assert curve[0] == pytest.approx(math.log(data.vocab_size), abs=0.2)  # knows nothing at the start
     # Context is learnt late under the masked objective; frequencies at least must be.
     assert curve[-1] < (entropy - 0.1 if variant != "encoder" else entropy + 0.1)
+
+
+@pytest.mark.parametrize("variant", ["decoder", "encoder"])
+def test_the_first_update_is_that_of_plain_adamw(tmp_path, data, variant):
+    """Loss and weights after one update, against the textbook: mean cross-entropy, clipping, Adam with decay."""
+    plan = {"optimisation__steps": 1, "optimisation__warmup_steps": 0, "optimisation__grad_clip": 0.05}
+    recipe = change(models__0__dropout=0.0, models__1__dropout=0.0, **plan)
+    result = train(recipe, variant, 0, folder=tmp_path, data=data)
+    chosen = recipe.variant(variant)
+    model = build_model(chosen.model(data.vocab_size, 16), 0)
+    batch = data.batch(1, 8, chosen.objective, 0)
+    at = batch.targets != IGNORED
+    loss = -model(input_ids=batch.ids).logits.log_softmax(-1)[at].gather(1, batch.targets[at][:, None]).mean()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    assert norm > 0.05  # so that clipping is at work
+    lr = 0.1 * 0.003  # the only step is the last one, with the smallest rate
+    after = load_model(result.checkpoint).model.state_dict()
+    for name, p in model.named_parameters():
+        g = p.grad * 0.05 / norm
+        decay = 0.1 if p.ndim == 2 and not any(word in name for word in ("emb", "wte", "wpe")) else 0.0
+        expected = p * (1 - lr * decay) - lr * g / (g.abs() + 1e-8)
+        torch.testing.assert_close(after[name], expected.detach(), rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("variant", ["decoder", "encoder"])
@@ -252,6 +277,8 @@ def test_an_observer_that_fails_does_not_disturb(tmp_path, data, when):
 
 def test_compile_that_fails_is_named_or_noted(tmp_path, data, monkeypatch):
     """A real failure: no compiler where the compiler should be."""
+    import torch._inductor.config
+
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
     torch._dynamo.reset()
@@ -263,6 +290,28 @@ def test_compile_that_fails_is_named_or_noted(tmp_path, data, monkeypatch):
     plain = train(change(optimisation__steps=4), "rotary", 0, folder=tmp_path / "plain", data=data)
     assert "trained without it" in auto.notes[0] and auto.status == "finished"
     assert same(weights(auto.checkpoint), weights(plain.checkpoint))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("variant", ["decoder", "encoder", "rotary"])
+def test_on_a_gpu(tmp_path, data, variant):
+    """Autocast, torch.compile, checkpoints and resume; generators of the device are given back too."""
+    recipe = change(device="cuda", dtype="bfloat16", compile="auto")
+    torch.cuda.manual_seed(5)
+    before = torch.cuda.get_rng_state()
+    result = train(recipe, variant, 0, folder=tmp_path / "gpu", data=data)
+    assert result.status == "finished" and result.notes == ()
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    exact = change(device="cuda")
+    straight = train(exact, variant, 0, folder=tmp_path / "straight", data=data)
+    train(exact, variant, 0, folder=tmp_path / "halted", data=data, until=7)
+    resumed = train(exact, variant, 0, folder=tmp_path / "halted", data=data, resume=True)
+    assert resumed.loss == pytest.approx(straight.loss, rel=1e-4)
+    on_cpu = train(RECIPE, "rotary", 0, folder=tmp_path / "cpu", data=data)
+    if variant == "rotary":  # no dropout, whose draws differ between devices
+        assert straight.loss == pytest.approx(on_cpu.loss, rel=1e-3)
+        assert result.loss == pytest.approx(on_cpu.loss, rel=0.05)
 
 
 def test_bfloat16_keeps_weights_in_full_precision(tmp_path, data):
@@ -323,7 +372,7 @@ def test_metrics_and_progress_say_the_same(tmp_path, data):
     ]
     assert [line["step"] for line in lines if "val_loss" in line] == [0, 10, 20]
     assert lines[-1]["tokens"] == 20 * 8 * 16 == result.tokens and lines[-1]["val_loss"] == result.val_loss
-    assert all(a["seconds"] <= b["seconds"] for a, b in zip(lines, lines[1:]))
+    assert all(a["seconds"] <= b["seconds"] for a, b in pairwise(lines))
     assert news[-1].tokens_per_second > 0 and news[-1].steps == 20
     about = json.loads((tmp_path / loop.TRAINING_FILE).read_text())
     assert about["seed"] == 3 and about["recipe"] == RECIPE.describe()
@@ -393,7 +442,9 @@ def test_the_masked_objective_scores_masked_positions_only(data):
     assert abs(kept.mean() - (0.1 + 0.1 / 300)) < 5 * se  # a random token may be the right one
     assert masked.ids.max() == 300
     assert torch.equal(mask_tokens(ids, 300, np.random.default_rng(0)).ids, masked.ids)
-    assert not torch.equal(data.batch(1, 8, "masked", 0).targets, data.batch(2, 8, "masked", 0).targets)
+    first, second, other = (data.batch(step, 8, "masked", seed) for step, seed in ((1, 0), (2, 0), (1, 1)))
+    places = [batch.targets != IGNORED for batch in (first, second, other)]
+    assert not torch.equal(places[0], places[1]) and not torch.equal(places[0], places[2])
 
 
 def test_the_loss_of_an_unscored_position_does_not_matter(tmp_path, data):

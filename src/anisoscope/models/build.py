@@ -71,7 +71,7 @@ def build_model(spec: ModelSpec, seed: int) -> nn.Module:
 
     register_attention()
     with torch.random.fork_rng(devices=[]), quiet_transformers():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the GPU's generators too
         if spec.architecture == "gpt2":
             model: Any = transformers.GPT2LMHeadModel(_gpt2(spec))
         elif spec.architecture == "llama":

@@ -126,7 +126,9 @@ class _Run:
         self.model = build_model(model_spec, seed).to(device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.optimiser = make_optimiser(self.model, self.plan)
-        torch.manual_seed(DROPOUT_SEED + seed)
+        torch.default_generator.manual_seed(DROPOUT_SEED + seed)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(DROPOUT_SEED + seed)
         self.forward: Any = self.model
         self.tokenizer = as_transformers(data)
         self.validation = data.validation(recipe.evaluation.sequences, variant.objective)
@@ -336,10 +338,10 @@ class _Run:
 def resolve_device(name: str) -> torch.device:
     """A device that is really there; "auto" is a GPU where there is one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        # The tensor's own device has its number: "cuda" alone would be whichever is current at the time.
+        device = torch.empty(0, device=torch.device(name)).device
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device {name!r} cannot be used here: {_first_line(error)}") from None
     return device
