@@ -50,7 +50,7 @@ class MapGradient:
 
     map: LinearMap
     rows: Float[Tensor, "m d"]
-    signal: Float[Tensor, "b t o"] | None = None
+    signal: Float[Tensor, "*tokens o"] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,13 @@ def gradient_pass(
     maps: Sequence[LinearMap] = (),
     signals: bool = False,
     embedding: Site | None = None,
+    tokens: Int64[Tensor, "u"] | None = None,
     scale: float = 1.0,
 ) -> Pass:
     """States at sites and the gradients of ``scale`` times the loss there, of ``maps`` and of the embedding.
 
     The model runs in the mode and precision it is in. Parameters' ``.grad`` stay as they are and no graph is kept.
+    ``tokens`` are the ids, ascending, whose rows of the embedding's gradient are wanted; those of the batch by default.
     A site or weight that carries no gradient is in ``missing``; a site that did not fire raises ``SiteSilentError``.
     """
     inner = [_signal_site(one, sites) for one in maps if signals and one.role == "reader"]
@@ -112,7 +114,9 @@ def gradient_pass(
             for one in maps
             if one.parameter in found
         ),
-        embedding=_embedding_rows(model, found.get(table or ""), batch, table),
+        embedding=_embedding_rows(
+            model, found.get(table or ""), token_ids([batch]) if tokens is None else tokens, table
+        ),
         missing=missing,
     )
 
@@ -148,11 +152,18 @@ def _differentiate(
     }, missing
 
 
-def _embedding_rows(model: nn.Module, grad: Tensor | None, batch: Batch, table: str | None) -> EmbeddingGradient | None:
+def token_ids(batches: Iterable[Batch]) -> Int64[Tensor, "u"]:
+    """The distinct real tokens of batches, ascending."""
+    return torch.cat([batch.ids[batch.mask] for batch in batches]).unique().long()
+
+
+def _embedding_rows(
+    model: nn.Module, grad: Tensor | None, ids: Int64[Tensor, "u"], table: str | None
+) -> EmbeddingGradient | None:
     if grad is None or table is None:
         return None
     weight = model.get_parameter(table)
-    ids = batch.ids[batch.mask].unique().long().to(grad.device)
+    ids = ids.to(grad.device)
     others = (module for module in model.modules() if not isinstance(module, nn.Embedding))
     tied = any(parameter is weight for module in others for parameter in module._parameters.values())
     return EmbeddingGradient(ids, grad[ids], tied)

@@ -1,0 +1,246 @@
+"""Looks: a probe's own forward and backward pass over fixed batches, or what a ride brought home, as one ``Look``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from anisoscope.capture.gradients import (
+    EmbeddingGradient,
+    LossFunction,
+    MapGradient,
+    Pass,
+    gradient_pass,
+    maps_for,
+    snapshot,
+    token_ids,
+    updates,
+)
+from anisoscope.capture.losses import predicted_tokens
+from anisoscope.capture.maps import LinearMap
+from anisoscope.capture.ride import Taken
+from anisoscope.capture.rows import measured_mask
+from anisoscope.errors import ShapeError
+from anisoscope.models.sites import Site
+from anisoscope.monitoring.views import Look, MapView, SiteView
+from anisoscope.rows import Chunk
+from anisoscope.stats.reservoir import row_keys
+from anisoscope.stats.turns import Turns
+from anisoscope.text.batches import Batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every look of a monitor fetches, settled once."""
+
+    model: nn.Module
+    sites: tuple[Site, ...]
+    kinds: frozenset[str]
+    maps: tuple[LinearMap, ...]
+    embed: Site | None
+    vectors: int
+    seed: int
+    turns: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        sites: Sequence[Site],
+        embed: Site | None,
+        kinds: frozenset[str],
+        *,
+        vectors: int,
+        seed: int,
+        turns: bool,
+    ) -> Plan:
+        """The plan for these sites and kinds of gradients."""
+        maps = maps_for(model, sites, kinds)
+        return cls(model, tuple(sites), kinds, maps, embed, vectors, seed, turns)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of the weights whose change is to be told; none unless updates are asked for."""
+        return snapshot(self.model, {one.parameter for one in self.maps}) if "update" in self.kinds else {}
+
+    def updates(self, before: Mapping[str, Tensor]) -> tuple[MapGradient, ...]:
+        """The change of those weights since."""
+        return updates(self.model, before, self.maps)
+
+
+@dataclass
+class _Gathered:
+    """Rows of one site, batch by batch."""
+
+    x: list[Tensor] = field(default_factory=list)
+    g: list[Tensor] = field(default_factory=list)
+    turns: Turns = field(default_factory=Turns.empty)
+
+
+def probe_look(
+    plan: Plan, batches: Sequence[Batch], loss: LossFunction, *, step: int, changed: Sequence[MapGradient] = ()
+) -> Look:
+    """One forward and backward pass over each batch. Gradients are those of the mean loss over all of them together."""
+    masks = [measured_mask(batch).cpu() for batch in batches]
+    chosen = _chosen(masks, plan)
+    weights = [predicted_tokens(loss, batch) for batch in batches]
+    # A tied embedding has a gradient at tokens that a batch does not hold: all batches give the same rows.
+    tokens = token_ids(batches)
+    gathered = {site.name: _Gathered() for site in plan.sites}
+    passes: list[Pass] = []
+    for batch, mask, keep, weight in zip(batches, masks, chosen, weights, strict=True):
+        done = _pass(plan, batch, loss, tokens, weight / max(1, sum(weights)))
+        for name, into in gathered.items():
+            _gather(into, name, done, mask, keep, plan.turns)
+        # Rows are taken out here; what stays of a pass must not hold all tokens of all batches.
+        kept = tuple(replace(one, signal=None if one.signal is None else _pick(one.signal, keep)) for one in done.maps)
+        passes.append(replace(done, states={}, gradients={}, maps=kept))
+    missing = {name: why for done in passes for name, why in done.missing.items()}
+    maps = _summed(passes)
+    rows: dict[str, Any] = {
+        "ids": torch.cat([batch.ids.cpu()[keep] for batch, keep in zip(batches, chosen, strict=True)]).long(),
+        "positions": torch.cat([b.positions.cpu()[keep] for b, keep in zip(batches, chosen, strict=True)]).long(),
+        "sequences": _sequences(chosen),
+    }
+    views = tuple(
+        SiteView(
+            site=site.name,
+            step=step,
+            seed=plan.seed,
+            x=torch.cat(gathered[site.name].x),
+            g=_joined(gathered[site.name].g),
+            **rows,
+            no_gradient=missing.get(site.name, ""),
+            tokens=sum(int(mask.sum()) for mask in masks),
+            embedding=_merged([done.embedding for done in passes]) if site == plan.embed else None,
+            turns=gathered[site.name].turns if plan.turns else None,
+            missing=_of_site(missing, site, plan),
+            **_maps_of(site, maps, changed),
+        )
+        for site in plan.sites
+    )
+    value = sum(done.loss * weight for done, weight in zip(passes, weights, strict=True)) / max(1, sum(weights))
+    return Look(views, value, sum(batch.tokens for batch in batches))
+
+
+def _pass(plan: Plan, batch: Batch, loss: LossFunction, tokens: Tensor, scale: float) -> Pass:
+    return gradient_pass(
+        plan.model,
+        batch,
+        plan.sites,
+        loss,
+        maps=[one for one in plan.maps if one.role in plan.kinds],
+        signals="signal" in plan.kinds,
+        embedding=plan.embed if "embedding" in plan.kinds else None,
+        tokens=tokens,
+        scale=scale,
+    )
+
+
+def ride_look(plan: Plan, taken: Taken, *, step: int, changed: Sequence[MapGradient] = ()) -> Look:
+    """The same from a training step's own passes."""
+    views = tuple(
+        SiteView(
+            site=site.name,
+            step=step,
+            seed=plan.seed,
+            x=found.x,
+            g=found.g,
+            ids=found.ids,
+            positions=found.positions,
+            sequences=found.sequences,
+            tokens=taken.tokens,
+            **_maps_of(site, [], changed),
+        )
+        for site in plan.sites
+        if (found := taken.sites.get(site.name)) is not None
+    )
+    return Look(views, None, taken.tokens, taken.missing, taken.seconds)
+
+
+def _chosen(masks: Sequence[Bool[Tensor, "_ _"]], plan: Plan) -> list[Bool[Tensor, "_ _"]]:
+    """The tokens whose rows are held: all that are measured, or a uniform sample that depends on the seed alone."""
+    counts = [int(mask.sum()) for mask in masks]
+    if sum(counts) <= plan.vectors:
+        return list(masks)
+    keys = row_keys(plan.seed, 0, 0, sum(counts))
+    taken = np.zeros(len(keys), dtype=bool)
+    taken[np.argpartition(keys, plan.vectors)[: plan.vectors]] = True
+    flags = torch.from_numpy(taken).split(counts)
+    return [mask.masked_scatter(mask, flag) for mask, flag in zip(masks, flags, strict=True)]
+
+
+def _gather(into: _Gathered, name: str, done: Pass, mask: Tensor, keep: Tensor, turns: bool) -> None:
+    states = done.states[name]
+    if states.shape[:2] != mask.shape:
+        raise ShapeError(
+            f"site {name!r} holds {tuple(states.shape[:2])} sequences and tokens, the probe {tuple(mask.shape)}"
+        )
+    into.x.append(_pick(states, keep))
+    if name in done.gradients:
+        into.g.append(_pick(done.gradients[name], keep))
+    if turns:
+        into.turns = into.turns.update(Chunk(states.cpu(), mask, 0, continues=False))
+
+
+def _pick(states: Tensor, keep: Bool[Tensor, "b t"]) -> Tensor:
+    rows = states[keep.to(states.device)]
+    return rows if rows.dtype == torch.float64 else rows.float()
+
+
+def _joined(parts: Sequence[Tensor] | None) -> Tensor | None:
+    return torch.cat(list(parts)) if parts else None
+
+
+def _sequences(chosen: Sequence[Tensor]) -> Tensor:
+    """The number of each row's sequence, counted through all batches."""
+    found, before = [], 0
+    for keep in chosen:
+        found.append(before + keep.nonzero()[:, 0])
+        before += len(keep)
+    return torch.cat(found)
+
+
+def _summed(passes: Sequence[Pass]) -> list[MapView]:
+    """Gradients of maps added up over batches, the signals of their tokens one after another."""
+    parts: dict[LinearMap, list[MapGradient]] = {}
+    for done in passes:
+        for one in done.maps:
+            parts.setdefault(one.map, []).append(one)
+    return [
+        MapView(
+            one,
+            torch.stack([part.rows for part in of]).sum(dim=0) if len(of) > 1 else of[0].rows,
+            _joined([part.signal for part in of if part.signal is not None]),
+        )
+        for one, of in parts.items()
+    ]
+
+
+def _merged(parts: Sequence[EmbeddingGradient | None]) -> EmbeddingGradient | None:
+    """Rows of all batches, which are of the same tokens, added up."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    return replace(found[0], rows=torch.stack([part.rows for part in found]).sum(dim=0))
+
+
+def _maps_of(site: Site, maps: Sequence[MapView], changed: Sequence[MapGradient]) -> dict[str, Any]:
+    here = [one for one in maps if one.map.site == site.name]
+    return {
+        "readers": tuple(one for one in here if one.map.role == "reader"),
+        "writers": tuple(one for one in here if one.map.role == "writer"),
+        "updates": tuple(MapView(one.map, one.rows) for one in changed if one.map.site == site.name),
+    }
+
+
+def _of_site(missing: Mapping[str, str], site: Site, plan: Plan) -> dict[str, str]:
+    names = {one.parameter for one in plan.maps if one.site == site.name}
+    if site == plan.embed:
+        names.add(f"{site.module}.weight")
+    return {name: missing[name] for name in sorted(names) if name in missing}

@@ -1,0 +1,240 @@
+"""From a look to findings: measures of the activations, numbers of the gradients, and the analyses plugged in.
+
+Nothing here stops at an error: what fails is a ``Failure`` in the place of its record, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from anisoscope.errors import NonFiniteError, OptionError, SiteError, TooFewRowsError
+from anisoscope.estimate import Estimate
+from anisoscope.measures.base import Workspace, compute, lookup
+from anisoscope.measures.table import measure
+from anisoscope.monitoring.views import Analysis, Look, MapView, Name, SiteView
+from anisoscope.runs.records import Curve, Failure, Record
+from anisoscope.slices import ALL
+
+MODEL = "model"
+"""Stands for the site of what belongs to the whole model, such as its loss."""
+
+GRADIENT = "gradient_"
+SEQUENCES_FOR_BAR = 8
+
+
+@dataclass(frozen=True)
+class What:
+    """What is measured at every look."""
+
+    measures: tuple[str, ...]
+    gradient_measures: tuple[str, ...]
+    analyses: Mapping[str, Analysis]
+    seed: int
+
+
+@dataclass
+class Book:
+    """Where results are entered. With ``strict`` the first failure is raised in place of being entered."""
+
+    run: str
+    step: int
+    cell: str
+    strict: bool = False
+    records: list[Record] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    curves: list[Curve] = field(default_factory=list)
+    _taken: set[tuple[str, ...]] = field(default_factory=set)
+
+    def enter(self, site: str, name: Name, result: Estimate | Curve) -> None:
+        """Enter a result under its name, or (name, slice)."""
+        measure, where = (name, ALL) if isinstance(name, str) else name
+        # The store refuses a second result in one place, and with it the whole probe: better to refuse it here.
+        if not self._claim("curve" if isinstance(result, Curve) else "result", site, measure, where):
+            raise OptionError(f"{measure!r} over {where!r} was given twice at site {site!r}; names must differ")
+        place = {"run": self.run, "step": self.step, "cell": self.cell, "site": site, "slice": where}
+        if isinstance(result, Estimate):
+            self.records.append(Record(**place, measure=measure, estimate=result))  # type: ignore[arg-type]
+        elif isinstance(result, Curve):
+            self.curves.append(replace(result, name=measure, **place))  # type: ignore[arg-type]
+        else:
+            raise OptionError(f"{measure!r} gave {type(result).__name__}; give an Estimate or a Curve")
+
+    def fail(self, site: str, measure: str, error: Exception | str) -> None:
+        """Enter that something was due and failed."""
+        if self.strict:
+            raise error if isinstance(error, Exception) else SiteError(error)
+        words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        while not self._claim("result", site, measure, ALL):
+            measure = f"{measure} (failed)"
+        place = {"run": self.run, "step": self.step, "cell": self.cell}
+        self.failures.append(Failure(**place, site=site, measure=measure, slice=ALL, error=words))  # type: ignore[arg-type]
+
+    def _claim(self, *place: str) -> bool:
+        free = place not in self._taken
+        self._taken.add(place)
+        return free
+
+    def attempt(self, site: str, measure: str, make: Callable[[], Estimate]) -> None:
+        """Enter what ``make`` gives, or why it cannot."""
+        try:
+            self.enter(site, measure, make())
+        except Exception as error:  # a measure of the user's own may raise anything
+            self.fail(site, measure, error)
+
+
+def enter_look(book: Book, look: Look, what: What) -> None:
+    """Enter everything that is to be told of a look."""
+    if look.loss is not None:
+        book.attempt(MODEL, "loss", lambda: _loss(look))
+    for site, why in look.silent.items():
+        for name in (*what.measures, *_gradient_names(what)):
+            book.fail(site, name, why)
+    for view in look.views:
+        _enter_states(book, view, what)
+        _enter_gradients(book, view, what)
+        _enter_maps(book, view)
+        for name, analysis in what.analyses.items():
+            _enter_analysis(book, view, name, analysis)
+
+
+def _loss(look: Look) -> Estimate:
+    if look.loss is None or not math.isfinite(look.loss):
+        raise NonFiniteError(f"the loss on the probe is {look.loss}")
+    notes = ("no error bar: the loss of one fixed batch",)
+    return Estimate(value=look.loss, stderr=None, n=look.tokens, method="mean loss on the probe", notes=notes)
+
+
+def _enter_states(book: Book, view: SiteView, what: What) -> None:
+    along = [name for name in what.measures if lookup(name).needs().turns]
+    for name in along:
+        book.attempt(view.site, name, lambda name=name: _of_turns(name, view))  # type: ignore[misc]
+    rest = [name for name in what.measures if name not in along]
+    for name, result in _together(view.x, rest, what.seed).items():
+        if isinstance(result, Estimate):
+            book.enter(view.site, name, result)
+        else:
+            book.fail(view.site, name, result)
+
+
+def _of_turns(name: str, view: SiteView) -> Estimate:
+    if view.turns is None:
+        raise SiteError(f"{name} needs whole sequences, and this look holds sampled rows; use mode='probe'")
+    work = Workspace.of_states(view.x[:0], count=int(view.turns.counts.sum()), turns=view.turns)
+    return compute(lookup(name), work, {})
+
+
+def _together(rows: Tensor, names: Sequence[str], seed: int) -> dict[str, Estimate | Exception]:
+    """Several measures sharing their work; where one of them fails, each by itself, so that the others are had."""
+    if not names:
+        return {}
+    try:
+        return dict(measure(rows, names, seed=seed))
+    except Exception as error:
+        if len(names) == 1:
+            return {names[0]: error}
+    return {name: result for name in names for result in _together(rows, [name], seed).values()}
+
+
+def _gradient_names(what: What) -> tuple[str, ...]:
+    return (f"{GRADIENT}norm", *(f"{GRADIENT}{name}" for name in what.gradient_measures))
+
+
+def _enter_gradients(book: Book, view: SiteView, what: What) -> None:
+    g = view.g
+    if g is None:
+        for name in _gradient_names(what):
+            book.fail(view.site, name, f"site {view.site!r} {view.no_gradient or 'gave no gradient'}")
+        return
+    finite = torch.isfinite(g).all(dim=1)
+    if not bool(finite.all()):
+        for name in _gradient_names(what):
+            book.fail(
+                view.site, name, f"{int((~finite).sum()):,} of {len(g):,} rows of the gradient hold NaN or infinity"
+            )
+        return
+    book.attempt(view.site, f"{GRADIENT}norm", lambda: gradient_norm(g, view.sequences, view.tokens))
+    moving = (g != 0).any(dim=1)
+    still = int((~moving).sum())
+    notes = (f"{still:,} of {len(g):,} rows of the gradient are zero and were left out",) if still else ()
+    if still == len(g):
+        for name in what.gradient_measures:
+            book.fail(view.site, GRADIENT + name, f"every row of the gradient at {view.site!r} is zero")
+        return
+    for name, result in _together(g[moving], what.gradient_measures, what.seed).items():
+        if isinstance(result, Estimate):
+            book.enter(view.site, GRADIENT + name, replace(result, notes=(*result.notes, *notes)))
+        else:
+            book.fail(view.site, GRADIENT + name, result)
+
+
+def gradient_norm(g: Float[Tensor, "n d"], sequences: Int64[Tensor, "n"], tokens: int) -> Estimate:
+    """Frobenius norm of dL/dh over all tokens, from sampled rows; the error bar is over sequences.
+
+    The sum of squares is a sum over sequences, which are taken as independent; its error goes through the root.
+    """
+    if len(g) == 0:
+        raise TooFewRowsError("no row of the gradient is held")
+    squares = g.double().square().sum(dim=1).cpu()
+    factor = max(1.0, tokens / len(g))
+    number = sequences.cpu().unique(return_inverse=True)[1]
+    sums = torch.zeros(int(number.max()) + 1, dtype=torch.float64).index_add(0, number, squares).tolist()
+    value = math.sqrt(factor * math.fsum(sums))
+    method = "Frobenius norm of the gradient of the mean loss"
+    if len(sums) < SEQUENCES_FOR_BAR or value == 0:
+        note = f"no error bar: {len(sums)} sequences, {SEQUENCES_FOR_BAR} are needed"
+        return Estimate(value=value, stderr=None, n=len(g), method=method, notes=(note,))
+    spread = factor * statistics.stdev(sums) * math.sqrt(len(sums))
+    return Estimate(
+        value=value, stderr=spread / (2 * value), n=len(g), method=method, over="sequences", dof=len(sums) - 1
+    )
+
+
+def _enter_maps(book: Book, view: SiteView) -> None:
+    """The norm of each kind of gradient of the maps at a site, that of each map among its parts."""
+    for kind, maps in (("reader", view.readers), ("writer", view.writers), ("update", view.updates)):
+        if maps:
+            book.attempt(view.site, f"{kind}_norm", lambda kind=kind, maps=maps: _map_norm(kind, maps))  # type: ignore[misc]
+    if view.embedding is not None:
+        found = view.embedding
+        tied = ("the output layer has the same weight: its part is in the rows too",) if found.tied else ()
+        notes = ("no error bar: one batch", f"rows of the {len(found.ids):,} tokens of the probe", *tied)
+        book.attempt(view.site, "embedding_norm", lambda: _norm(found.rows, "embedding", notes))
+    for name, why in view.missing.items():
+        book.fail(view.site, f"gradient of {name}", f"{name} {why}")
+
+
+def _map_norm(kind: str, maps: Sequence[MapView]) -> Estimate:
+    parts = {one.map.path: _norm(one.rows, kind, ("no error bar: one batch",)) for one in maps}
+    total = math.sqrt(math.fsum(part.value**2 for part in parts.values()))
+    notes = ["no error bar: one batch" if kind != "update" else "no error bar: the change of one step"]
+    notes += [f"{one.map.path} is tied to the embedding: both parts are in it" for one in maps if one.map.tied]
+    notes += [f"{one.map.path} is run by {one.map.shared} layers" for one in maps if one.map.shared > 1]
+    n = sum(part.n for part in parts.values())
+    return Estimate(value=total, stderr=None, n=n, method=_method(kind), notes=tuple(notes), parts=parts)
+
+
+def _norm(rows: Tensor, kind: str, notes: tuple[str, ...]) -> Estimate:
+    value = float(torch.linalg.vector_norm(rows.double()))
+    if not math.isfinite(value):
+        raise NonFiniteError(f"the {_method(kind)} is {value}")
+    return Estimate(value=value, stderr=None, n=len(rows), method=_method(kind), notes=notes)
+
+
+def _method(kind: str) -> str:
+    return "Frobenius norm of the " + ("change in one step" if kind == "update" else f"{kind} gradient")
+
+
+def _enter_analysis(book: Book, view: SiteView, name: str, analysis: Analysis) -> None:
+    try:
+        results = dict(analysis(view))
+        for key, result in results.items():
+            book.enter(view.site, key, result)
+    except Exception as error:  # an analysis may raise anything, and must not end the others
+        book.fail(view.site, name, error)
