@@ -1,0 +1,114 @@
+"""k-means on any device: k-means++ seeding and Lloyd's steps, the same bits for the same seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anisoscope.errors import OptionError, TooFewRowsError
+
+SAMPLE_ROWS = 65_536  # centres are fitted on so many rows drawn at random: more would move them by little
+BLOCK_ROWS = 8192
+
+
+@dataclass(frozen=True)
+class KMeans:
+    """Centres of cells, the cell of each row, and the share of ``||rows||^2`` that lies inside the cells."""
+
+    centres: Float[Tensor, "c d"]
+    labels: Int[Tensor, "n"]
+    error: float
+    iterations: int
+
+
+def k_means(
+    rows: Float[Tensor, "n d"],
+    cells: int,
+    *,
+    seed: int = 0,
+    centres: Float[Tensor, "c d"] | None = None,
+    max_iter: int = 25,
+    sample_rows: int = SAMPLE_ROWS,
+) -> KMeans:
+    """Lloyd's k-means of ``rows`` (centred beforehand, if at all) from k-means++ seeds, or from ``centres``.
+
+    Centres are fitted on ``sample_rows`` rows drawn at random (eight a cell at least); all rows are then assigned.
+    Where there are fewer distinct rows than cells some cells share a centre and stay empty.
+    """
+    if cells < 1:
+        raise OptionError(f"k-means needs at least one cell, got {cells}")
+    if len(rows) < cells:
+        raise TooFewRowsError(f"{cells} k-means cells need at least {cells} rows, got {len(rows)}")
+    generator = torch.Generator().manual_seed(seed)
+    sample = rows
+    most = max(sample_rows, 8 * cells)
+    if len(rows) > most:
+        picks = torch.randperm(len(rows), generator=generator)[:most]
+        sample = rows[picks.sort().values.to(rows.device)]
+    marks = _seeds(sample, cells, generator) if centres is None else centres.to(rows)
+    labels, distances = _nearest(sample, marks)
+    iterations, settled = 0, False
+    while iterations < max_iter and not settled:
+        iterations += 1
+        marks = _means(sample, labels, distances, marks)
+        moved, distances = _nearest(sample, marks)
+        settled = torch.equal(moved, labels)
+        labels = moved
+    if sample is not rows:
+        labels, distances = _nearest(rows, marks)
+    total = float(rows.square().sum(dtype=torch.float64))
+    inside = float(distances.sum(dtype=torch.float64))
+    return KMeans(marks.double(), labels, inside / total if total else 0.0, iterations)
+
+
+def _seeds(rows: Tensor, cells: int, generator: torch.Generator) -> Tensor:
+    """k-means++: each further centre is a row drawn with probability proportional to its squared distance."""
+    size = rows.square().sum(dim=1)
+    first = int(torch.randint(len(rows), (1,), generator=generator))
+    picks = [first]
+    gap = _gap(rows, size, first)
+    for _ in range(cells - 1):
+        reach = gap.double().cumsum(0)
+        total = float(reach[-1])
+        # No distance left: every row is a centre already, and further ones can only be copies.
+        at = float(torch.rand(1, generator=generator, dtype=torch.float64)) * total
+        pick = min(int(torch.searchsorted(reach, at, right=True)), len(rows) - 1) if total > 0 else first
+        picks.append(pick)
+        gap = torch.minimum(gap, _gap(rows, size, pick))
+    return rows[torch.tensor(picks, device=rows.device)].clone()
+
+
+def _gap(rows: Tensor, size: Tensor, pick: int) -> Tensor:
+    """Squared distances to one of the rows; what is no more than rounding is zero, so that copies are never drawn."""
+    gap = size + size[pick] - 2 * (rows @ rows[pick])
+    return torch.where(gap > 16 * torch.finfo(rows.dtype).eps * (size + size[pick]), gap, 0.0)
+
+
+def _nearest(rows: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest centre of each row and the squared distance to it."""
+    own = marks.square().sum(dim=1)
+    labels, gaps = [], []
+    for part in rows.split(BLOCK_ROWS):
+        least, label = torch.addmm(own, part, marks.T, alpha=-2).min(dim=1)
+        labels.append(label)
+        gaps.append((least + part.square().sum(dim=1)).clamp_min_(0))
+    return torch.cat(labels), torch.cat(gaps)
+
+
+def _means(rows: Tensor, labels: Tensor, distances: Tensor, marks: Tensor) -> Tensor:
+    """The mean of each cell; an empty one moves to the row that lies farthest from its centre."""
+    cells = len(marks)
+    sums = torch.zeros(marks.shape, dtype=torch.float64, device=rows.device)
+    for part, label in zip(rows.split(BLOCK_ROWS), labels.split(BLOCK_ROWS), strict=True):
+        member = torch.nn.functional.one_hot(label, cells).to(rows.dtype)  # a product adds up in one fixed order
+        sums += (member.T @ part).double()
+    counts = torch.bincount(labels, minlength=cells)
+    means = (sums / counts.clamp_min(1)[:, None]).to(rows.dtype)
+    empty = (counts == 0).nonzero().reshape(-1)
+    if len(empty):
+        far = distances.argsort(descending=True, stable=True)[: len(empty)]
+        means[empty] = rows[far]
+    return means

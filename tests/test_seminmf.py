@@ -1,0 +1,370 @@
+"""Semi-NMF: against the slow published updates and row-wise NNLS, planted concepts, the trap of a shifted PCA."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import nnls
+
+from anisoscope.errors import (
+    DegenerateError,
+    EmptyInputError,
+    NonFiniteError,
+    OptionError,
+    ShapeError,
+    TooFewRowsError,
+)
+from anisoscope.tangent import seminmf
+from anisoscope.tangent.kmeans import k_means
+from anisoscope.tangent.seminmf import fit_seminmf
+from anisoscope.tangent.stability import match_cosine, seminmf_report
+
+
+def planted(seed, n=600, d=24, k=5, noise=0.05, dtype=torch.float64, share=0.4):
+    """Rows made of few concepts each, with the codes and concepts that made them."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.rand(n, k, generator=generator, dtype=torch.float64)
+    codes = codes * (torch.rand(n, k, generator=generator) < share)
+    codes[:k] = torch.eye(k)  # a pure row of each concept, so that only these concepts explain the rows
+    concepts = torch.randn(k, d, generator=generator, dtype=torch.float64)
+    rows = codes @ concepts + noise * torch.randn(n, d, generator=generator, dtype=torch.float64)
+    return rows.to(dtype), codes, concepts
+
+
+def published(rows, codes, iterations):
+    """Ding, Li and Jordan's multiplicative updates, as published. Returns the error after the last least squares."""
+    A, Z = rows.double().numpy(), codes.double().numpy().copy()
+    for _ in range(iterations):
+        C = np.linalg.pinv(Z) @ A
+        P, G = A @ C.T, C @ C.T
+        top = np.maximum(P, 0) + Z @ np.maximum(-G, 0)
+        bottom = np.maximum(-P, 0) + Z @ np.maximum(G, 0)
+        Z *= np.sqrt(top / np.maximum(bottom, 1e-300))
+    C = np.linalg.pinv(Z) @ A
+    return float(((A - Z @ C) ** 2).sum() / (A**2).sum())
+
+
+def slow_error(rows, fit):
+    A = rows.double().numpy() - fit.mean.numpy()
+    return float(((A - fit.codes.double().numpy() @ fit.concepts.double().numpy()) ** 2).sum() / (A**2).sum())
+
+
+def shifted_pca(rows, rank):
+    """The trap: PCA of one rank less, its scores shifted until all are positive, the shift in a concept of its own."""
+    A = (rows - rows.mean(dim=0)).double()
+    _, _, right = torch.linalg.svd(A, full_matrices=False)
+    scores = A @ right[: rank - 1].T
+    shift = -scores.min() + 0.1 * scores.std()
+    codes = torch.cat([scores + shift, torch.ones(len(A), 1, dtype=A.dtype)], dim=1)
+    concepts = torch.cat([right[: rank - 1], -shift * right[: rank - 1].sum(dim=0, keepdim=True)])
+    return codes, concepts
+
+
+@pytest.mark.parametrize("start", ["kmeans", "random"])
+@pytest.mark.parametrize("centre", [True, False])
+def test_no_half_step_raises_the_error(seed, start, centre):
+    rows, _, _ = planted(seed)
+    fit = fit_seminmf(rows, 5, start=start, centre=centre, tolerance=0, max_iter=60, seed=seed)
+    history = np.array(fit.history)
+    assert len(history) == 2 * fit.iterations >= 4
+    assert (np.diff(history) <= 64 * np.finfo(float).eps).all()
+    single = fit_seminmf(rows.float(), 5, start=start, centre=centre, tolerance=0, max_iter=60, seed=seed)
+    # In float32 a sum of n d products, each rounded on its own, over the size of all of them.
+    assert (np.diff(single.history) <= 4 * np.finfo(np.float32).eps).all()
+
+
+def test_reported_error_is_that_of_the_factors(seed):
+    rows, _, _ = planted(seed)
+    for centre in (True, False):
+        fit = fit_seminmf(rows + 3, 4, centre=centre, max_iter=7, tolerance=0)
+        assert fit.error == pytest.approx(slow_error(rows + 3, fit), rel=1e-10)
+        assert fit.history[-1] == pytest.approx(fit.error, rel=1e-8)
+        assert bool((fit.codes >= 0).all())
+        assert fit.sparsity == float((fit.codes == 0).double().mean())
+        assert torch.allclose(fit.concepts.norm(dim=1), torch.ones(4, dtype=torch.float64))
+        assert bool((fit.mean == 0).all()) is not centre
+        assert fit.centred is centre
+
+
+@pytest.mark.parametrize("centre", [True, False])
+def test_no_worse_than_the_published_updates_from_the_same_codes(seed, centre):
+    rows, _, _ = planted(seed, n=300)
+    data = rows - rows.mean(dim=0) if centre else rows
+    labels = k_means(data, 5, seed=seed).labels
+    codes = torch.nn.functional.one_hot(labels, 5).double() + 0.2
+    bar = published(data, codes, 500)
+    fit = fit_seminmf(data, 5, centre=False, codes=codes, tolerance=1e-6, max_iter=300)
+    assert fit.error <= bar * (1 + 1e-3)
+    plain = fit_seminmf(rows, 5, centre=centre, seed=seed, tolerance=1e-6, max_iter=300)
+    assert plain.error <= bar * 1.1  # another start, another basin
+
+
+def test_encode_is_non_negative_least_squares(seed):
+    rows, _, concepts = planted(seed, n=60, noise=0.5)
+    unit = torch.nn.functional.normalize(concepts, dim=1)
+    fit = replace(fit_seminmf(rows, 5, seed=seed, max_iter=1), concepts=unit)  # concepts that lie well apart
+    codes = fit.encode(rows[:20], sweeps=2000)
+    for row, code in zip((rows[:20] - fit.mean).numpy(), codes.numpy(), strict=True):
+        truth, distance = nnls(unit.numpy().T, row)
+        assert np.linalg.norm(row - code @ unit.numpy()) <= distance * (1 + 1e-9)
+        assert np.allclose(code, truth, atol=1e-6)
+
+
+def test_concepts_solve_the_normal_equations(seed):
+    rows, _, _ = planted(seed)
+    fit = fit_seminmf(rows, 5, centre=False, max_iter=3, tolerance=0)
+    best = np.linalg.lstsq(fit.codes.numpy(), rows.numpy(), rcond=None)[0]
+    assert np.allclose(fit.concepts.numpy(), best, atol=1e-9)
+
+
+def test_planted_concepts_come_back(seed):
+    rows, _, concepts = planted(seed, n=1000, noise=0.01, share=0.25)
+    fit = fit_seminmf(rows, 5, centre=False, tolerance=1e-5, max_iter=400, seed=seed)
+    noise = 0.01**2 * rows.numel() / float(rows.square().sum())
+    assert fit.error < 2 * noise
+    assert match_cosine(fit.concepts, concepts) > 0.8  # chance is about 0.2
+
+
+def test_a_shifted_pca_has_the_error_and_none_of_the_sparsity(seed):
+    rows, _, _ = planted(seed, n=800, k=6, noise=0.3)
+    codes, concepts = shifted_pca(rows, 6)
+    A = (rows - rows.mean(dim=0)).double()
+    sigma2 = torch.linalg.svdvals(A).square()
+    trap = float((A - codes @ concepts).square().sum() / A.square().sum())
+    least, one_less = (float(1 - sigma2[:r].sum() / sigma2.sum()) for r in (6, 5))
+    assert bool((codes > 0).all())
+    assert trap == pytest.approx(one_less, rel=1e-9)  # as good as an SVD of one rank less
+    fit = fit_seminmf(rows, 6, seed=seed)
+    assert least <= fit.error
+    assert fit.error < trap * 1.25  # the error does not tell them apart
+    assert float((codes == 0).double().mean()) == 0
+    assert fit.sparsity > 0.05  # sparsity does
+
+
+def test_stays_in_the_trap_if_started_there():
+    """Why no fit may start there: it is a resting point, of no sparsity, that the tolerance takes for the end."""
+    rows, _, _ = planted(0, n=800, k=6, noise=0.3)
+    codes, concepts = shifted_pca(rows, 6)
+    A = rows - rows.mean(dim=0)
+    fit = fit_seminmf(A, 6, centre=False, codes=codes, concepts=concepts)
+    assert fit.sparsity < 0.01
+    assert fit.iterations <= 3
+
+
+def test_rotation_translation_permutation_scale(seed):
+    rows, _, _ = planted(seed)
+    start = torch.rand(len(rows), 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(24, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).Q
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(2))
+    options = {"max_iter": 15, "tolerance": 0.0}
+    plain = fit_seminmf(rows, 5, codes=start, **options)
+    turned = fit_seminmf(rows @ turn, 5, codes=start, **options)
+    moved = fit_seminmf(rows + 100 * turn[0], 5, codes=start, **options)
+    mixed = fit_seminmf(rows[order], 5, codes=start[order], **options)
+    large = fit_seminmf(rows * 2.0**700, 5, codes=start, **options)
+    for other in (turned, moved, mixed, large):
+        assert other.error == pytest.approx(plain.error, rel=1e-8)
+        assert other.sparsity == pytest.approx(plain.sparsity, abs=2e-3)
+    assert torch.allclose(turned.concepts, plain.concepts @ turn, atol=1e-6)
+    assert torch.allclose(moved.concepts, plain.concepts, atol=1e-6)
+    assert torch.allclose(mixed.codes, plain.codes[order], atol=1e-6)
+    assert torch.allclose(large.codes / 2.0**700, plain.codes, atol=1e-6)
+
+
+def test_uncentred_gives_a_concept_to_the_mean():
+    """What must not be invariant: uncentred concepts see a constant added to all rows."""
+    rows, _, _ = planted(3)
+    mean = torch.full((24,), 20.0, dtype=torch.float64)
+    for centre, high in ((True, False), (False, True)):
+        fit = fit_seminmf(rows + mean, 5, centre=centre)
+        span = torch.linalg.qr(fit.concepts.T).Q
+        assert (float((span.T @ mean).square().sum() / (mean @ mean)) > 0.99) is high
+
+
+def test_same_seed_same_bits_and_other_seed_other_start():
+    rows, _, _ = planted(0, dtype=torch.float32)
+    a, b, c = (fit_seminmf(rows, 4, seed=s, start="random", max_iter=3) for s in (5, 5, 6))
+    assert torch.equal(a.concepts, b.concepts)
+    assert torch.equal(a.codes, b.codes)
+    assert not torch.equal(a.concepts, c.concepts)
+
+
+def test_warm_start_is_faster_and_no_worse(seed):
+    rows, _, _ = planted(seed, n=1200)
+    before = fit_seminmf(rows, 5, seed=seed, tolerance=1e-3)
+    nearby = rows + 0.01 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(9), dtype=rows.dtype)
+    cold = fit_seminmf(nearby, 5, seed=seed, tolerance=1e-3)
+    warm = fit_seminmf(nearby, 5, concepts=before.concepts, max_iter=8)
+    assert cold.iterations > 8
+    assert warm.error <= cold.error * 1.05
+    both = fit_seminmf(rows, 5, concepts=before.concepts, codes=before.codes)
+    assert both.history[0] <= before.error * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("centre", [True, False])
+def test_a_stream_comes_close_to_rows_held(seed, centre):
+    rows, _, _ = planted(seed, n=3000)
+    held = fit_seminmf(rows, 5, centre=centre, seed=seed, max_iter=30)
+    fit = fit_seminmf(list(rows.split(450)), 5, centre=centre, seed=seed, passes=10)
+    assert fit.codes is None
+    assert fit.n == 3000
+    assert fit.error <= held.error * 1.25
+    # After the first pass, in which concepts move under the rows, passes go down to the tolerance of the codes.
+    assert (np.diff(fit.history[1:]) <= 1e-3 * np.array(fit.history[1:-1])).all()
+    codes = fit.encode(rows, sweeps=100)
+    A = rows - fit.mean
+    truth = float((A - codes @ fit.concepts).square().sum() / A.square().sum())
+    assert truth == pytest.approx(fit.error, rel=0.05)
+    assert fit.sparsity == pytest.approx(float((codes == 0).double().mean()), abs=0.1)
+
+
+def test_a_stream_holds_one_batch_of_codes(monkeypatch):
+    rows, _, _ = planted(0, n=4000)
+    seen = []
+    real = seminmf.solved
+
+    def watched(a_ND, *rest):
+        seen.append(len(a_ND))
+        return real(a_ND, *rest)
+
+    monkeypatch.setattr(seminmf, "solved", watched)
+    monkeypatch.setattr(seminmf, "STREAM_ROWS", 500)
+    fit = fit_seminmf(rows, 5, batch_rows=1000, passes=3)
+    assert fit.codes is None
+    assert max(seen) == 500
+    assert sum(seen) == 4000 * fit.iterations
+
+
+def test_a_stream_that_can_be_read_once():
+    rows, _, _ = planted(1, n=3000)
+    held = fit_seminmf(rows, 5)
+    fit = fit_seminmf((part for part in rows.split(300)), 5)
+    assert fit.iterations == 1
+    assert fit.n == 3000
+    assert "one pass" in fit.notes[0]
+    assert fit.error < held.error * 1.5
+    with pytest.raises(EmptyInputError):
+        fit_seminmf(iter(()), 5)
+
+
+def test_masked_rows_do_not_count():
+    rows, _, _ = planted(2)
+    keep = torch.arange(len(rows)) % 3 != 0
+    spoiled = torch.where(keep[:, None], rows, torch.full_like(rows, float("nan")))
+    fit = fit_seminmf(spoiled, 4, mask=keep)
+    assert fit.n == int(keep.sum())
+    assert torch.equal(fit.concepts, fit_seminmf(rows[keep], 4).concepts)
+
+
+def test_concepts_without_rows_get_new_directions():
+    """A start with a concept that points away from all rows: its codes are zero at once."""
+    rows, _, _ = planted(0)
+    rows = rows.abs()
+    start = rows[:4].clone()
+    start[2] = -1.0
+    fit = fit_seminmf(rows, 4, centre=False, concepts=start)
+    assert fit.unused == 0
+    assert (np.diff(fit.history) <= 64 * np.finfo(float).eps).all()
+    assert fit.error < fit_seminmf(rows, 3, centre=False).error
+
+
+def test_rows_of_lower_rank_leave_concepts_unused_and_say_so():
+    row = torch.linspace(1, 2, 8, dtype=torch.float64)
+    fit = fit_seminmf(row.repeat(20, 1), 4, centre=False)
+    assert fit.error < 1e-20
+    assert bool(torch.isfinite(fit.concepts).all())
+    with pytest.raises(DegenerateError, match="less their mean nothing is left"):
+        fit_seminmf(row.repeat(20, 1), 4)
+    with pytest.raises(DegenerateError, match="zero"):
+        fit_seminmf(torch.zeros(20, 8), 2, centre=False)
+
+
+def test_more_concepts_than_columns_is_allowed():
+    rows, _, _ = planted(0, n=200, d=3, k=3)
+    fit = fit_seminmf(rows, 8, centre=False, max_iter=400)
+    assert fit.error < 1e-3
+    assert bool(torch.isfinite(fit.codes).all())
+
+
+def test_zero_rows_have_zero_codes():
+    rows, _, _ = planted(0)
+    rows[10:20] = 0
+    fit = fit_seminmf(rows, 5, centre=False)
+    assert bool((fit.codes[10:20] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_precisions(dtype):
+    rows, _, _ = planted(4, noise=0.2)
+    truth = fit_seminmf(rows.to(dtype).double(), 5, max_iter=30, tolerance=0).error
+    assert fit_seminmf(rows.to(dtype), 5, max_iter=30, tolerance=0).error == pytest.approx(truth, rel=1e-2)
+
+
+@pytest.mark.parametrize("size", [1e-35, 1e30])
+def test_sizes_out_of_range_of_squares(size):
+    rows, _, _ = planted(4, dtype=torch.float32)
+    fit = fit_seminmf(rows * size, 5, max_iter=20)
+    assert fit.error == pytest.approx(fit_seminmf(rows, 5, max_iter=20).error, rel=0.02)
+
+
+def test_bad_input_is_named():
+    rows, _, _ = planted(0, n=50)
+    with pytest.raises(TooFewRowsError, match="rank 60 needs at least 60 rows, got 50"):
+        fit_seminmf(rows, 60)
+    with pytest.raises(OptionError, match="rank"):
+        fit_seminmf(rows, 0)
+    with pytest.raises(OptionError, match="not negative"):
+        fit_seminmf(rows, 2, codes=-torch.ones(50, 2))
+    with pytest.raises(ShapeError, match="codes to start from"):
+        fit_seminmf(rows, 2, codes=torch.ones(50, 3))
+    with pytest.raises(ShapeError, match="concepts to start from"):
+        fit_seminmf(rows, 2, concepts=torch.ones(2, 3))
+    with pytest.raises(OptionError, match="tolerance"):
+        fit_seminmf(rows, 2, tolerance=1.5)
+    with pytest.raises(OptionError, match="give concepts alone"):
+        fit_seminmf(rows, 2, codes=torch.ones(50, 2), batch_rows=10)
+    rows[7, 3] = float("nan")
+    with pytest.raises(NonFiniteError, match="row 7"):
+        fit_seminmf(rows, 2)
+
+
+def test_report_over_seeds():
+    rows, _, _ = planted(0, n=800, noise=0.02, share=0.25)
+    found = seminmf_report(rows, 5, centre=False, seeds=(0, 1, 2), tolerance=1e-5, max_iter=300)
+    assert found["error"].value >= found["pca_error"].value * (1 - 1e-6)
+    assert found["error"].stderr is not None
+    assert found["match_cosine"].value > 0.9
+    assert found["span_angle"].value < 5
+    assert found["pca_overlap"].value > 0.98  # five concepts of nearly exact rank five: the same span
+    assert 0 < found["sparsity"].value < 1
+    noise = torch.randn(400, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    loose = seminmf_report(noise, 5, seeds=(0, 1, 2))
+    assert loose["match_cosine"].value < found["match_cosine"].value
+    assert loose["span_angle"].value > 45
+    alone = seminmf_report(noise, 5, seeds=(0,))
+    assert "match_cosine" not in alone
+    assert alone["error"].stderr is None
+    with pytest.raises(OptionError, match="seeds"):
+        seminmf_report(noise, 5, seeds=(1, 1))
+
+
+def test_match_cosine_pairs_at_best():
+    a = torch.eye(4, 6, dtype=torch.float64)
+    assert match_cosine(a, a[[2, 0, 3, 1]]) == pytest.approx(1)
+    assert match_cosine(a, -a) == pytest.approx(0)
+
+
+def test_k_means_finds_far_cells_and_its_error_is_the_share_inside(seed):
+    generator = torch.Generator().manual_seed(seed)
+    middles = 20 * torch.eye(4, 10, dtype=torch.float64)
+    labels = torch.arange(400) % 4
+    rows = middles[labels] + torch.randn(400, 10, generator=generator, dtype=torch.float64)
+    found = k_means(rows, 4, seed=seed)
+    for cell in range(4):
+        assert len(set(found.labels[labels == cell].tolist())) == 1
+    inside = sum(float((rows[found.labels == c] - rows[found.labels == c].mean(0)).square().sum()) for c in range(4))
+    assert found.error == pytest.approx(inside / float(rows.square().sum()), rel=1e-9)
+    few = k_means(torch.ones(10, 3), 4)
+    assert bool(torch.isfinite(few.centres).all())
+    assert few.error == 0
