@@ -237,12 +237,7 @@ def bench_local() -> list[str]:
             frames.append(torch.linalg.svd(local - local.mean(dim=1, keepdim=True), full_matrices=False).Vh[:, :12])
         return torch.cat(frames).transpose(1, 2)
 
-    def one_call() -> torch.Tensor:
-        local = x[found.members]
-        return torch.linalg.svd(local - local.mean(dim=1, keepdim=True), full_matrices=False).Vh[:, :12]
-
     svd = clock(batched_svd, 3)
-    svd_at_once = clock(one_call, 1)
     ours = clock(lambda: local_frames(x, found, 12), 3)
     cosines = torch.linalg.svdvals(
         local_frames(x, found, 12).tangents.transpose(1, 2).double() @ batched_svd().double()
@@ -253,7 +248,6 @@ def bench_local() -> list[str]:
         "",
         "| what | seconds | SVD / ours | largest principal angle between the two |",
         "|---|---|---|---|",
-        f"| batched SVD, one call | {svd_at_once:.2f} | {svd_at_once / ours:.1f} | |",
         f"| batched SVD, 64 points at a time | {svd:.2f} | {svd / ours:.1f} | |",
         f"| `local_tangents`, after the neighbour search | {ours:.2f} | | {angle:.2g} degrees |",
     ]
@@ -282,7 +276,7 @@ def bench_memory(n: int) -> list[str]:
         "| measure | input | peak beyond it | share |",
         "|---|---|---|---|",
     ]
-    for name in ("two_nn", "mle", "spectral_ratio", "effective_rank", "mean_cosine", "local_pca_dimension"):
+    for name in ("two_nn", "spectral_ratio", "effective_rank", "mean_cosine", "local_pca_dimension"):
         answer = subprocess.run(
             [sys.executable, "-c", PEAK.format(n=n, warm=name)], capture_output=True, text=True, check=True
         )

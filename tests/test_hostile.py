@@ -20,6 +20,7 @@ from anisoscope.errors import (
     DuplicateRowsError,
     EmptyInputError,
     NonFiniteError,
+    OptionError,
     TooFewRowsError,
     ZeroRowError,
 )

@@ -12,17 +12,15 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from anisoscope.capture.rows import forward, measured_mask
 from anisoscope.errors import AnisoscopeError, OptionError, TooFewTokensError
 from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Needs, Workspace, compute, lookup
@@ -30,8 +28,8 @@ from anisoscope.measures.spectrum import spectrum
 from anisoscope.measures.table import measure
 from anisoscope.models.load import LoadedModel
 from anisoscope.models.sites import Site, discover, select
-from anisoscope.rows import Chunk
 from anisoscope.runs.records import Curve, Failure, Record
+from anisoscope.sampling import Progress, Sample, collect_sample
 from anisoscope.slices import ALL, NO_MASSIVE, NO_POSITION_0, Sliced, States, kept_columns, massive_dimensions, no_rows
 from anisoscope.stats.reservoir import Reservoir
 from anisoscope.stats.turns import Turns
@@ -55,9 +53,6 @@ WHOLE_SPECTRUM = ("effective_rank", "effective_rank_lambda", "spectral_ratio_l1"
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"gride": {"scales": (1, 2, 4, 8, 16)}}
 DEFAULT_SITES = ("embed", "resid.*", "final_norm")
 SPECTRUM_POINTS = 256  # a curve for the eye: ranks beyond are thinned out evenly on a log scale
-
-Progress = Callable[[str, int, int], None]
-"""Told what is under way, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +152,21 @@ def profile_model(
     tell = progress or (lambda what, done, total: None)
     sites = select(discover(loaded.model), options.sites)
     began = time.perf_counter()
-    sample = collect_sample(loaded.model, batches, sites, options, tell)
+    sample = collect_sample(
+        loaded.model,
+        batches,
+        sites,
+        tokens=options.tokens,
+        vectors=options.vectors,
+        turns=any(lookup(name).needs().turns for name in options.measures),
+        seed=options.seed,
+        tell=tell,
+    )
+    if len(sample.positions) < options.batch_vectors:
+        raise TooFewTokensError(
+            f"{len(sample.positions):,} tokens were measured, a batch needs {options.batch_vectors:,}; give more text, "
+            "or lower batch_vectors"
+        )
     book = _Book(run, step, cell)
     for number, part in enumerate(_each_site(book, sites, sample, options)):
         tell("measuring", number + 1, len(sites))
@@ -193,58 +202,6 @@ def _each_site(book: _Book, sites: Sequence[Site], sample: Sample, options: Prof
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         yield from pool.map(one, [site.name for site in sites])
-
-
-@dataclass
-class Sample:
-    """The same sampled tokens at every site: rows in random order, where in its sequence each token stood."""
-
-    states: dict[str, Reservoir]
-    turns: dict[str, Turns]
-    widths: dict[str, int]
-    positions: Float[Tensor, "n"]
-    order: Tensor
-    seen: int
-    forward_seconds: float
-
-
-def collect_sample(
-    model: torch.nn.Module, batches: Iterable[Batch], sites: Sequence[Site], options: ProfileOptions, tell: Progress
-) -> Sample:
-    """Stream batches through the model and keep a uniform sample of the measured tokens at every site."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    wants_turns = any(lookup(name).needs().turns for name in options.measures)
-    total = len(batches) if isinstance(batches, Sized) else 0
-    states: dict[str, Reservoir] = {}
-    turns = {site.name: Turns.empty() for site in sites}
-    places = Reservoir.empty(options.vectors, 1, seed=options.seed, dtype=torch.float64)
-    seconds = 0.0
-    for number, batch in enumerate(batches):
-        tell("running the model", number, total)
-        mask = measured_mask(batch)
-        began = time.perf_counter()
-        seen = forward(model, batch, sites, device=device)
-        seconds += time.perf_counter() - began
-        places = places.update(batch.positions[mask].double()[:, None])
-        for site in sites:
-            paths = seen[site.name]
-            if site.name not in states:
-                dtype = torch.float64 if paths.dtype == torch.float64 else torch.float32
-                states[site.name] = Reservoir.empty(options.vectors, paths.shape[-1], seed=options.seed, dtype=dtype)
-            states[site.name] = states[site.name].update(paths[mask.to(paths.device)].to("cpu"))
-            if wants_turns:
-                chunk = Chunk(paths.cpu(), mask.cpu(), 0, continues=False)
-                turns[site.name] = turns[site.name].update(chunk)
-        if places.seen >= options.tokens:
-            break
-    tell("running the model", total, total)
-    if len(places.rows) < options.batch_vectors:
-        raise TooFewTokensError(
-            f"{len(places.rows):,} tokens were measured, a batch needs {options.batch_vectors:,}; give more text, or "
-            "lower batch_vectors"
-        )
-    widths = {name: state.width for name, state in states.items()}
-    return Sample(states, turns, widths, places.rows[:, 0], places.stream_order(), places.seen, seconds)
 
 
 def _measure_site(book: _Book, site: str, state: Reservoir, sample: Sample, options: ProfileOptions) -> None:

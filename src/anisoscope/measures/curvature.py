@@ -68,7 +68,7 @@ def _curvature(
     if k is None and size > MOST_K:
         source = "the rows read as" if dimension is None else "you asked for"
         raise OptionError(
-            f"{source} dimension {d}, where a quadratic fit wants neighbourhoods of {size:,} rows, which are hardly local; "
+            f"{source} dimension {d}, where a quadratic fit wants neighbourhoods of {size:,} rows: hardly local; "
             "give a smaller dimension, or k yourself"
         )
     if size + 1 <= terms:

@@ -21,10 +21,13 @@ GRAM_LIMIT = 5e-13  # eigenvalue ratio below which squaring has cost too many di
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigenvalues of the covariance, largest first, with their vectors as columns; both cut to the possible rank."""
+    """Eigenvalues of the covariance, largest first, with their vectors as columns; both cut to the possible rank.
+
+    There are no vectors where no error bar will be made of them.
+    """
 
     values: Float[Tensor, "r"]
-    vectors: Float[Tensor, "d r"]
+    vectors: Float[Tensor, "d c"]
     notes: tuple[str, ...] = ()
 
     @property

@@ -1,0 +1,78 @@
+"""A sample of tokens, the same at every site of a model, from one pass over batches; bounded whatever the text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence, Sized
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from anisoscope.capture.rows import forward, measured_mask
+from anisoscope.models.sites import Site
+from anisoscope.rows import Chunk
+from anisoscope.stats.reservoir import Reservoir
+from anisoscope.stats.turns import Turns
+from anisoscope.text.batches import Batch
+
+Progress = Callable[[str, int, int], None]
+"""Told what is under way, how much of it is done, and how much there is."""
+
+
+@dataclass
+class Sample:
+    """The same sampled tokens at every site: rows in random order, where in its sequence each token stood."""
+
+    states: dict[str, Reservoir]
+    turns: dict[str, Turns]
+    widths: dict[str, int]
+    positions: Float[Tensor, "n"]
+    order: Tensor
+    seen: int
+    forward_seconds: float
+
+
+def collect_sample(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    sites: Sequence[Site],
+    *,
+    tokens: int,
+    vectors: int,
+    turns: bool,
+    seed: int,
+    tell: Progress,
+) -> Sample:
+    """Stream batches through the model and keep a uniform sample of ``vectors`` measured tokens at every site.
+
+    It ends once ``tokens`` were measured. With ``turns`` the angles along the token paths are summed on the way.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    total = len(batches) if isinstance(batches, Sized) else 0
+    states: dict[str, Reservoir] = {}
+    angles = {site.name: Turns.empty() for site in sites}
+    places = Reservoir.empty(vectors, 1, seed=seed, dtype=torch.float64)
+    seconds = 0.0
+    for number, batch in enumerate(batches):
+        tell("running the model", number, total)
+        mask = measured_mask(batch)
+        began = time.perf_counter()
+        seen = forward(model, batch, sites, device=device)
+        seconds += time.perf_counter() - began
+        places = places.update(batch.positions[mask].double()[:, None])
+        for site in sites:
+            paths = seen[site.name]
+            if site.name not in states:
+                dtype = torch.float64 if paths.dtype == torch.float64 else torch.float32
+                states[site.name] = Reservoir.empty(vectors, paths.shape[-1], seed=seed, dtype=dtype)
+            states[site.name] = states[site.name].update(paths[mask.to(paths.device)].to("cpu"))
+            if turns:
+                chunk = Chunk(paths.cpu(), mask.cpu(), 0, continues=False)
+                angles[site.name] = angles[site.name].update(chunk)
+        if places.seen >= tokens:
+            break
+    tell("running the model", total, total)
+    widths = {name: state.width for name, state in states.items()}
+    return Sample(states, angles, widths, places.rows[:, 0], places.stream_order(), places.seen, seconds)
