@@ -52,7 +52,10 @@ def test_a_token_reaches_exactly_what_the_mask_allows(architecture, causal, atte
     expected = set(range(CHANGED, 9)) if causal else set(range(9))
     assert reached(model) == expected
     # A padding mask of ones goes another way through transformers and must change nothing.
-    assert reached(model, attention_mask=torch.ones(2, 9, dtype=torch.long)) == expected
+    mask = torch.ones(2, 9, dtype=torch.long)
+    assert reached(model, attention_mask=mask) == expected
+    mask[:, -2:] = 0  # real padding goes a third way
+    assert reached(model, attention_mask=mask) - {7, 8} == expected - {7, 8}
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -462,6 +462,19 @@ def test_the_loss_of_an_unscored_position_does_not_matter(tmp_path, data):
     assert torch.equal(touched, part.targets != IGNORED) and 0 < part.scored < 8 * 16
 
 
+def test_probes_are_held_out_and_apart_from_validation(data):
+    probe = data.probe(8)
+    held = {tuple(row) for row in data.stream[torch.from_numpy(data.held_out)[:, None] + torch.arange(16)].tolist()}
+    assert probe.ids.shape == (8, 16) and probe.mask.all()
+    assert all(tuple(row) in held for row in probe.ids.tolist())
+    validation = {tuple(row) for row in data.validation(8, "causal").ids.tolist()}
+    assert not validation & {tuple(row) for row in probe.ids.tolist()}
+    whole = data.probe(10**6)
+    assert len(whole.ids) == len(data.held_out)
+    assert torch.equal(whole.special, whole.ids == data.tokenizer.special_ids["eos"])
+    assert torch.equal(whole.positions[0], torch.arange(16))
+
+
 def test_characters_go_through_transformers_unchanged():
     data = prepare(RECIPE.data, TokenizerSpec(kind="char"))
     assert isinstance(data.tokenizer, CharTokenizer)

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from anisoscope.errors import TooFewTokensError
-from anisoscope.text.batches import token_batches
+from anisoscope.text.batches import Batch, token_batches
 from anisoscope.text.corpus import load_corpus
 from anisoscope.text.frequency import TokenCounts
 from anisoscope.text.tokens import CharTokenizer, HFTokenizer, train_bpe
@@ -93,6 +93,18 @@ class TrainingData:
     def validation(self, sequences: int, objective: str) -> Sequences:
         """Held-out windows, at most so many; the same ones, masked the same way, for every model and seed."""
         return self._sequences(self.held_out[:sequences], objective, np.random.default_rng([HELD_OUT_MASKS]))
+
+    def probe(self, sequences: int) -> Batch:
+        """Held-out windows as a batch to look at, at most so many; taken from the other end than those of validation.
+
+        Tokens that part documents count as special, so that no row of theirs is measured.
+        """
+        starts = np.ascontiguousarray(self.held_out[::-1][:sequences])
+        at_BT = torch.from_numpy(starts)[:, None] + torch.arange(self.sequence_length)
+        ids = self.stream[at_BT].long()
+        eos = self.tokenizer.special_ids.get("eos", IGNORED)
+        positions = torch.arange(self.sequence_length).expand_as(ids).contiguous()
+        return Batch(ids, torch.ones_like(ids, dtype=torch.bool), ids == eos, positions)
 
     def _sequences(self, starts: Int[np.ndarray, "b"], objective: str, random: np.random.Generator) -> Sequences:
         at_BT = torch.from_numpy(starts)[:, None] + torch.arange(self.sequence_length)
