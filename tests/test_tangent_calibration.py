@@ -70,6 +70,15 @@ def test_p_values_of_isotropic_gradients_are_uniform():
     assert np.mean(np.array(literal) <= 0.05) > 0.08, "rejects far more than 5 % at K/D = 1/4"
 
 
+def test_data_drawn_with_the_same_seed_as_the_controls_are_not_the_controls():
+    """torch.randn of seed 7 and controls of seed 7 must not be made of the same numbers."""
+    width, rank, found = 16, 4, []
+    for seed in range(300):
+        rows = torch.randn(3, width, generator=torch.Generator().manual_seed(seed))
+        found.append(energy_test(rows, first_axes(width, rank).float(), draws=19, seed=seed).p)
+    assert uniform_on_steps(found, 19) > LEVEL
+
+
 def test_p_values_hold_for_anisotropic_gradients_and_a_basis_that_knows_nothing():
     draws, repeats, width, rank = 19, 1000, 12, 3
     scale = torch.tensor([6.0, 3.0] + [1.0] * 10, dtype=torch.float64)

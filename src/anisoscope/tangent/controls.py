@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anisoscope.errors import DegenerateError, OptionError, ShapeError, TooFewRowsError, choose
 from anisoscope.stats.moments import Moments
+from anisoscope.tangent.units import stream
 
 CONTROL_KINDS = ("normal", "normal_top", "random")
 ORTHONORMAL = 1e-4
@@ -48,7 +49,7 @@ def gaussian_draws(
     """The Gaussian matrices behind every random control, width first, so that one product takes all of them."""
     if draws < 1:
         raise OptionError(f"draws={draws}: at least one control is needed")
-    generator = torch.Generator().manual_seed(seed)
+    generator = stream(seed, "controls")
     return torch.randn(width, draws, rank, generator=generator).to(device)
 
 
@@ -117,7 +118,7 @@ def _normal_top(
         raise OptionError(f"draws={draws}: at least one control is needed")
     if n < 2 * k + 2:
         raise TooFewRowsError(f"{n} rows have fewer than {k} directions of variance beyond a basis of rank {k}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = stream(seed, "bootstrap of rows")
     found = []
     for draw in range(draws):
         picks = torch.randint(n, (n,), generator=generator).to(rows.device) if draw else slice(None)

@@ -13,7 +13,7 @@ from anisoscope.errors import DegenerateError, OptionError, ShapeError, TooFewRo
 from anisoscope.estimate import Estimate
 from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.tangent.energy import DRAWS, EnergyTest, energy_test
-from anisoscope.tangent.units import Units, in_range, ratio
+from anisoscope.tangent.units import Units, in_range, ratio, stream
 from anisoscope.text.frequency import FrequencyBins, TokenCounts
 
 BOOTSTRAPS = 999
@@ -193,7 +193,7 @@ def correlation(
     if not float((x - x.mean()).abs().max()) > 0 or not float((y - y.mean()).abs().max()) > 0:
         raise DegenerateError("one side of the correlation is constant")
     value = float(_weighted(x, y, torch.ones(1, t, dtype=torch.float64, device=x.device), kind)[0])
-    generator = torch.Generator().manual_seed(seed)
+    generator = stream(seed, "bootstrap")
     drawn = []
     for at in range(0, bootstraps, step := max(1, BLOCK_CELLS // t)):
         rows = min(step, bootstraps - at)

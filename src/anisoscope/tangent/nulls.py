@@ -16,7 +16,7 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.tangent.controls import check_basis
 from anisoscope.tangent.energy import DRAWS, EnergyTest, Gradients, run_test
-from anisoscope.tangent.units import FEWEST, Units, in_range, p_value
+from anisoscope.tangent.units import FEWEST, Units, in_range, p_value, stream
 
 SCHEMES = ("tokens", "within", "sequences")
 GATHER = 150  # multiplications of a matrix product in the time that one element is gathered and summed
@@ -142,7 +142,7 @@ def permuted_signal_null(
 
 
 def _orders(units: Units, permutations: int, seed: int, scheme: str) -> list[Int[Tensor, "n"]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = stream(seed, "permutations")
     n, index = len(units.index), units.index.cpu()
     if scheme == "tokens":
         return [torch.randperm(n, generator=generator) for _ in range(permutations)]
@@ -235,7 +235,7 @@ def cross_fit(
     units = Units.of(groups, len(gradients), "cpu")
     if units.count < 2 * FEWEST:
         raise TooFewRowsError(f"{units.count} sequences cannot be halved with an error bar; {2 * FEWEST} are needed")
-    order = torch.randperm(units.count, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(units.count, generator=stream(seed, "halves"))
     first = torch.isin(units.index, order[: units.count // 2])
     halves = [torch.nonzero(flag).reshape(-1).to(gradients.device) for flag in (first, ~first)]
     tested = [Gradients.of(gradients[half], units.index.to(gradients.device)[half]) for half in halves]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -92,6 +93,16 @@ def in_range(rows: Float[Tensor, "n d"], name: str) -> Float[Tensor, "n d"]:
         raise NonFiniteError(f"{name}: {name_rows(bad)} of {len(rows):,} hold NaN or infinity; mask them")
     scale = power_of_two_scale(largest)
     return rows if scale == 1.0 else rows * scale
+
+
+def stream(seed: int, purpose: str) -> torch.Generator:
+    """Random numbers of this seed for one purpose.
+
+    Data are often drawn with the same small seeds: from the plain generator the controls would then be made of the
+    very numbers that made the data, and so be no controls at all.
+    """
+    state = np.random.SeedSequence([seed % 2**64, *purpose.encode()]).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state) >> 1)
 
 
 def p_value(observed: float, null: Float[Tensor, "b"]) -> float:

@@ -21,7 +21,7 @@ from anisoscope.stats.moments import Moments
 from anisoscope.tangent.controls import check_basis, control_bases
 from anisoscope.tangent.energy import DRAWS, EnergyTest, Gradients, run_test
 from anisoscope.tangent.nulls import HasBasis, PermutedNull
-from anisoscope.tangent.units import FEWEST, Units, jackknife
+from anisoscope.tangent.units import FEWEST, Units, jackknife, stream
 
 ANGLE_DRAWS = 49  # random bases behind the quantiles of angles: each needs a singular value problem in each place
 LEAST_K = 64
@@ -327,7 +327,7 @@ def referee(
     units = Units.of(groups, len(activations), "cpu")
     if units.count < 2 * FEWEST:
         raise TooFewRowsError(f"{units.count} sequences cannot be halved with an error bar; {2 * FEWEST} are needed")
-    order = torch.randperm(units.count, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(units.count, generator=stream(seed, "halves"))
     first = torch.isin(units.index, order[: units.count // 2]).to(activations.device)
     basis = fit(activations[first], rank).basis
     other = activations[~first]
