@@ -115,7 +115,7 @@ def fit_seminmf(
     codes: Float[Tensor, "n k"] | None = None,
     max_iter: int = 200,
     tolerance: float = 1e-4,
-    sweeps: int = 2,
+    sweeps: int = 4,
     passes: int = 10,
     batch_rows: int = BATCH_ROWS,
     device: torch.device | str | None = None,
@@ -174,6 +174,8 @@ def _mean(held: Tensor, scale: float) -> Tensor:
 def _prepared(held: Tensor, mean: Tensor, scale: float, plan: _Plan) -> Tensor:
     """Rows less the mean, of ordinary size, in the type and on the device of the large products."""
     dtype = plan.dtype or (torch.float64 if held.dtype == torch.float64 else torch.float32)
+    if scale == 1 and not plan.centre:
+        return held.to(plan.device or held.device, dtype)  # no copy where nothing changes; nothing below writes into it
     out = torch.empty(held.shape, dtype=dtype, device=plan.device or held.device)
     for at in range(0, len(held), STREAM_ROWS):
         out[at : at + STREAM_ROWS] = held[at : at + STREAM_ROWS].double() * scale - mean
