@@ -264,6 +264,18 @@ def test_observers_are_told_everything_in_order(tmp_path, data):
     assert {site.name for site in discover(seen.setting.model)} >= {"resid.0", "resid.2"}
 
 
+def test_an_observer_that_cannot_be_attached_is_told_before_training(tmp_path, data):
+    class Wrong(Recorder):
+        def attach(self, setting):
+            raise OptionError("no such site")
+
+    first, wrong = Recorder(), Wrong()
+    with pytest.raises(OptionError, match="no such site"):
+        train(RECIPE, "decoder", 0, folder=tmp_path, data=data, observers=[first, wrong])
+    assert first.calls == ["attach", "close"] and wrong.calls == ["close"]
+    assert train(RECIPE, "decoder", 0, folder=tmp_path, data=data).status == "finished"  # the folder is still free
+
+
 @pytest.mark.parametrize("when", ["before", "backward", "after"])
 def test_an_observer_that_fails_does_not_disturb(tmp_path, data, when):
     alone = train(RECIPE, "decoder", 0, folder=tmp_path / "alone", data=data)

@@ -108,7 +108,7 @@ def train(
             run.describe()
         onlookers = Onlookers(observers)
         try:
-            onlookers.tell("attach", run.setting(), optional=True)
+            onlookers.attach(run.setting())
             return run.to_the_end(onlookers, progress, recipe.optimisation.steps if until is None else until)
         finally:
             onlookers.close()

@@ -19,7 +19,8 @@ from anisoscope.train.recipe import Recipe, VariantSpec
 class Observer(Protocol):
     """Somebody who looks on. It may also have ``attach(setting)``, called once before the first step.
 
-    An observer that raises is closed and left out from there on; the training goes on and the result says so.
+    What ``attach`` raises is raised: nothing is lost yet, and a look that cannot be had should be told at once. Later on
+    an observer that raises is closed and left out from there on; the training goes on and the result says so.
     """
 
     def before_step(self, step: int) -> None:
@@ -58,14 +59,18 @@ class Onlookers:
         self._observers = list(observers)
         self.notes: list[str] = []
 
-    def tell(self, event: str, *values: Any, optional: bool = False) -> None:
+    def attach(self, setting: Setting) -> None:
+        """Show the run to those who want to see it beforehand."""
+        for observer in self._observers:
+            method = getattr(observer, "attach", None)
+            if method is not None:
+                method(setting)
+
+    def tell(self, event: str, *values: Any) -> None:
         """Call a method of every observer; whoever raises is closed and told nothing more."""
         for observer in list(self._observers):
-            method = getattr(observer, event, None)
-            if method is None and optional:
-                continue
             try:
-                method(*values)  # type: ignore[misc]  # a Protocol promises it
+                getattr(observer, event)(*values)
             except Exception as error:  # the training is never the victim, whatever an observer does
                 self._observers.remove(observer)
                 self.notes.append(
