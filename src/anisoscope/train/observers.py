@@ -19,8 +19,8 @@ from anisoscope.train.recipe import Recipe, VariantSpec
 class Observer(Protocol):
     """Somebody who looks on. It may also have ``attach(setting)``, called once before the first step.
 
-    What ``attach`` raises is raised: nothing is lost yet, and a look that cannot be had should be told at once. Later on
-    an observer that raises is closed and left out from there on; the training goes on and the result says so.
+    What ``attach`` raises is raised: nothing is lost yet, and a look that cannot be had should be told at once. Later
+    on an observer that raises is closed and left out from there on; the training goes on and the result says so.
     """
 
     def before_step(self, step: int) -> None:
