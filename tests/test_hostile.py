@@ -867,4 +867,4 @@ def test_curvature_refuses_dimensions_where_no_neighbourhood_is_local():
     rows = torch.randn(3000, 200, generator=torch.Generator().manual_seed(0))
     with pytest.raises(OptionError, match="hardly local; give a smaller dimension, or k yourself"):
         an.curvature(rows)
-    assert an.curvature(rows, dimension=4).value > 0
+    assert an.curvature(rows, dimension=4).value >= 0

@@ -22,7 +22,7 @@ from anisoscope.measures.neighbors import neighbors_of
 from anisoscope.measures.uncertainty import Bar, fields, mean_bar
 from anisoscope.rows import as_rows, of_unit_size
 
-BATCH_NUMBERS = 1 << 23  # numbers gathered at a time: about 128 neighbourhoods of 64 rows at width 768
+BATCH_NUMBERS = 1 << 23  # numbers gathered at a time: about 170 neighbourhoods of 64 rows at width 768
 FUKUNAGA_OLSEN = 0.05  # an axis counts if its variance is at least this share of the largest
 EXPLAINED = 0.95  # or as many axes as explain this share
 
@@ -109,7 +109,8 @@ def local_frames(
     make = partial(torch.empty, device=rows.device)
     tangents = make((count, width, dimension), dtype=dtype)
     variances, scores = make((count, rank), dtype=torch.float64), make((count, members, rank), dtype=dtype)
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+    # One core for each worker: LAPACK on matrices this small only loses time by sharing one among cores.
+    with ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         batch = max(1, BATCH_NUMBERS // (members * width))
         for at in range(0, count, batch):
             here = slice(at, at + batch)
@@ -119,11 +120,9 @@ def local_frames(
             gram = torch.bmm(local, local.transpose(1, 2)).double()
             gram -= gram.mean(dim=1, keepdim=True)  # about the mean: the anchor was only a near point to start from
             gram -= gram.mean(dim=2, keepdim=True)
-            values, vectors = _batched_eigh(gram.to(dtype), pool)
-            values = values.flip(1)[:, :rank].double().clamp_min(0)
+            values = _batched_eigh(gram.to(dtype), pool, scores[here]).double().clamp_min(0)
             if not bool((values[:, 0] > 0).all()):
                 raise DegenerateError("a neighbourhood holds copies of one row only: it has no shape; drop duplicates")
-            scores[here] = vectors.flip(2)[:, :, :rank]
             variances[here] = values * unit.double().square() / (members - 1)
             # Scores sum to zero along each axis, so that these columns do not see which point was taken off.
             tangents[here] = _orthonormal(torch.bmm(local.transpose(1, 2), scores[here, :, :dimension]))
@@ -168,14 +167,22 @@ def _orthonormal(columns: Float[Tensor, "m d r"]) -> Float[Tensor, "m d r"]:
 
 
 def _batched_eigh(
-    gram: Float[Tensor, "m k k"], pool: ThreadPoolExecutor
-) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k k"]]:
-    """Eigendecompositions of many small matrices; LAPACK takes them one by one, so threads share them out."""
-    workers = torch.get_num_threads()
-    if gram.device.type != "cpu" or workers < 2 or len(gram) < 2 * workers:
-        return torch.linalg.eigh(gram)
-    parts = list(pool.map(torch.linalg.eigh, gram.tensor_split(workers)))
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    gram: Float[Tensor, "m k k"], pool: ThreadPoolExecutor, vectors: Float[Tensor, "m k r"]
+) -> Float[Tensor, "m r"]:
+    """Leading eigenvalues of many small matrices, descending; their vectors are written into ``vectors``.
+
+    LAPACK takes them one by one, so threads share them out. It sorts upwards, so matrices go in with their sign turned.
+    """
+    rank = vectors.shape[2]
+    shares = torch.get_num_threads() if gram.device.type == "cpu" else 1
+
+    def solve(part: tuple[Tensor, Tensor]) -> Tensor:
+        values, found = torch.linalg.eigh(part[0])
+        part[1].copy_(found[:, :, :rank])
+        return values[:, :rank].neg_()
+
+    parts = zip(gram.neg_().tensor_split(shares), vectors.tensor_split(shares), strict=True)
+    return torch.cat(list(pool.map(solve, parts)))
 
 
 def local_pca_dimension(
