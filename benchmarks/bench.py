@@ -24,7 +24,7 @@ import scipy
 import torch
 
 import anisoscope as an
-from anisoscope.measures.local import local_frames, neighborhoods
+from anisoscope.measures.frames import local_frames, neighborhoods
 
 WIDTH = 768
 SEED = 0

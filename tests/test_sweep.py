@@ -189,8 +189,6 @@ def test_the_commands_from_model_to_table(tmp_path, text, checkpoints):
     folder = tmp_path / "runs" / "profile-checkpoint-100"
     assert "resid.3" in out and "isoscore" in out and "forward passes" in out
     assert str(folder.relative_to(tmp_path)) in out
-        "resid.3" in out and "isoscore" in out and "forward passes" in out and str(folder.relative_to(tmp_path)) in out
-    )
     page = (folder / "report.html").read_text()
     assert "checkpoint-100" in page and str(tmp_path) not in page
     code, out, err = run("export", folder, "--out", "table.csv", cwd=tmp_path)

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from anisoscope.errors import OptionError, TooFewRowsError
-from anisoscope.measures.local import local_tangents
+from anisoscope.measures.frames import local_tangents
 from anisoscope.tangent.energy import energy_share
 from anisoscope.tangent.nulls import permuted_signal_null
 from anisoscope.tangent.verify import (

@@ -33,7 +33,8 @@ _HOMES = {
     "anisoscope.measures.table": ("measure", "measure_names"),
     "anisoscope.measures.curvature": ("curvature",),
     "anisoscope.measures.dimension": ("gride", "mle", "two_nn"),
-    "anisoscope.measures.local": ("local_isotropy", "local_pca_dimension", "local_tangents"),
+    "anisoscope.measures.frames": ("local_tangents",),
+    "anisoscope.measures.local": ("local_isotropy", "local_pca_dimension"),
     "anisoscope.measures.neighbors": ("nearest_neighbors",),
     "anisoscope.measures.partition": ("partition_isotropy",),
     "anisoscope.measures.paths": ("linearity", "turning_angle"),
@@ -45,7 +46,11 @@ _HOMES = {
     "anisoscope.models.load": ("load_model",),
     "anisoscope.models.sites": ("Site", "discover"),
     "anisoscope.capture.hooks": ("record",),
+    "anisoscope.monitor": ("Monitor",),
     "anisoscope.profiling": ("ProfileOptions",),
+    "anisoscope.schedule": ("by_tokens", "either", "every", "log_spaced", "until", "wall_share"),
+    "anisoscope.tangent.energy": ("energy_share", "energy_test"),
+    "anisoscope.tangent.proxies": ("fit_proxy",),
     "anisoscope.runs.export": ("export",),
     "anisoscope.runs.store": ("RunReader", "RunWriter", "open_runs"),
     "anisoscope.sweep": ("profile",),
@@ -91,9 +96,9 @@ if TYPE_CHECKING:
     from anisoscope.measures.dimension import gride as gride
     from anisoscope.measures.dimension import mle as mle
     from anisoscope.measures.dimension import two_nn as two_nn
+    from anisoscope.measures.frames import local_tangents as local_tangents
     from anisoscope.measures.local import local_isotropy as local_isotropy
     from anisoscope.measures.local import local_pca_dimension as local_pca_dimension
-    from anisoscope.measures.local import local_tangents as local_tangents
     from anisoscope.measures.neighbors import nearest_neighbors as nearest_neighbors
     from anisoscope.measures.partition import partition_isotropy as partition_isotropy
     from anisoscope.measures.paths import linearity as linearity
@@ -103,15 +108,25 @@ if TYPE_CHECKING:
     from anisoscope.models.load import load_model as load_model
     from anisoscope.models.sites import Site as Site
     from anisoscope.models.sites import discover as discover
+    from anisoscope.monitor import Monitor as Monitor
     from anisoscope.profiling import ProfileOptions as ProfileOptions
     from anisoscope.runs.export import export as export
     from anisoscope.runs.store import RunReader as RunReader
     from anisoscope.runs.store import RunWriter as RunWriter
     from anisoscope.runs.store import open_runs as open_runs
+    from anisoscope.schedule import by_tokens as by_tokens
+    from anisoscope.schedule import either as either
+    from anisoscope.schedule import every as every
+    from anisoscope.schedule import log_spaced as log_spaced
+    from anisoscope.schedule import until as until
+    from anisoscope.schedule import wall_share as wall_share
     from anisoscope.stats.counts import BinMoments as BinMoments
     from anisoscope.stats.moments import Moments as Moments
     from anisoscope.stats.reservoir import Reservoir as Reservoir
     from anisoscope.stats.sketch import Sketch as Sketch
     from anisoscope.sweep import profile as profile
+    from anisoscope.tangent.energy import energy_share as energy_share
+    from anisoscope.tangent.energy import energy_test as energy_test
+    from anisoscope.tangent.proxies import fit_proxy as fit_proxy
     from anisoscope.text.corpus import load_corpus as load_corpus
     from anisoscope.views.report import write_report as write_report

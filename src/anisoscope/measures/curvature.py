@@ -13,7 +13,8 @@ from anisoscope.axes import MaskLike, RowsLike
 from anisoscope.errors import NonFiniteError, OptionError, TooFewRowsError
 from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Duplicates, Needs, Workspace, register, run
-from anisoscope.measures.local import local_frames, neighborhoods, side_by_side
+from anisoscope.measures.frames import local_frames, neighborhoods
+from anisoscope.measures.local import side_by_side
 from anisoscope.measures.uncertainty import Bar, fields, mean_bar
 
 MIN_K = 64

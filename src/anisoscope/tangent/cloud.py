@@ -13,7 +13,8 @@ from torch import Tensor
 
 from anisoscope.errors import DegenerateError, TooFewRowsError
 from anisoscope.measures.base import Needs, Workspace
-from anisoscope.measures.local import FUKUNAGA_OLSEN, Neighborhoods, local_frames, neighborhoods
+from anisoscope.measures.frames import Neighborhoods, local_frames, neighborhoods
+from anisoscope.measures.local import FUKUNAGA_OLSEN
 from anisoscope.rows import as_rows, largest_size, power_of_two_scale
 
 BLOCK_ROWS = 8192

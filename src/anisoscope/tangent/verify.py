@@ -14,7 +14,8 @@ from anisoscope.errors import OptionError, TooFewRowsError
 from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Needs, Workspace
 from anisoscope.measures.curvature import ROWS_PER_COEFFICIENT, fit_quadratic
-from anisoscope.measures.local import local_tangents, neighborhoods, side_by_side
+from anisoscope.measures.frames import local_tangents, neighborhoods
+from anisoscope.measures.local import side_by_side
 from anisoscope.measures.uncertainty import fields, mean_bar
 from anisoscope.rows import as_rows
 from anisoscope.stats.moments import Moments
