@@ -304,6 +304,7 @@ def test_compile_that_fails_is_named_or_noted(tmp_path, data, monkeypatch):
     assert same(weights(auto.checkpoint), weights(plain.checkpoint))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile of some versions uses what it deprecates
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("variant", ["decoder", "encoder", "rotary"])
