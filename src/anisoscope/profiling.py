@@ -23,6 +23,7 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError, OptionError, TooFewTokensError
 from anisoscope.estimate import Estimate
+from anisoscope.measures.anisotropy import SHARE_SCORES
 from anisoscope.measures.base import Needs, Workspace, compute, lookup
 from anisoscope.measures.spectrum import spectrum
 from anisoscope.measures.table import measure
@@ -267,6 +268,7 @@ def _enter_slice(
     work = states.workspace(in_order)
     # Those that need the whole spectrum first: what they find on the way serves the error bars of the others.
     names = sorted(names, key=lambda name: name not in WHOLE_SPECTRUM)
+    work.cache[SHARE_SCORES] = True
     light = [one.workspace(no_rows(in_order)) for one in batch_states]
     for name in names:
 

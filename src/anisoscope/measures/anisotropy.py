@@ -25,6 +25,8 @@ from anisoscope.stats.moments import Moments
 
 Bias = Literal["corrected", "plugin"]
 FLOAT32_SPREAD = 1e-11  # variances down to this share of the total are seen well enough in float32 for an error bar
+FLOAT32_SIZE = 1e8  # total variances between this and its inverse: their squares stay well inside float32
+SHARE_SCORES = "share scores"  # set in the cache by whoever computes a fixed list of measures
 TOLERATED_BIAS = 0.25  # of a standard error: a 95 % interval off by this much still covers 94 %
 
 
@@ -374,7 +376,8 @@ def _centred_error_rows(work: Workspace, *, float32: bool) -> Float[Tensor, "n d
     An error bar needs three digits, and products of float32 take half the time.
     """
     rows = work.error_rows.rows
-    short = float32 and rows.dtype != torch.float64
+    total = float(work.moments.scatter.trace()) / work.n
+    short = float32 and rows.dtype != torch.float64 and 1 / FLOAT32_SIZE < total < FLOAT32_SIZE
     key = f"centred error rows, {'float32' if short else 'float64'}"
     if key not in work.cache:
         centred = rows.double() - work.moments.mean
@@ -384,8 +387,11 @@ def _centred_error_rows(work: Workspace, *, float32: bool) -> Float[Tensor, "n d
 
 
 def _quadratic_forms(work: Workspace, covariance: Float[Tensor, "d d"]) -> tuple[Tensor, Tensor]:
-    """``|y|^2`` and ``y^T S y`` of the rows for error bars; from their scores on the axes where these were needed."""
-    if "squared scores" in work.cache:
+    """``|y|^2`` and ``y^T S y`` of the rows for error bars; from their scores on the axes where that is asked for.
+
+    Not wherever scores happen to be there: the last bits would then depend on what else is computed.
+    """
+    if work.cache.get(SHARE_SCORES) and "squared scores" in work.cache:
         scores2 = work.cache["squared scores"]
         return scores2.sum(dim=1), scores2 @ spectrum(work).values
     y = _centred_error_rows(work, float32=True)
