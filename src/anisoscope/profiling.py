@@ -23,7 +23,7 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError, OptionError, TooFewTokensError
 from anisoscope.estimate import Estimate
-from anisoscope.measures.anisotropy import SHARE_SCORES
+from anisoscope.measures.bars import SHARE_SCORES
 from anisoscope.measures.base import Needs, Workspace, compute, lookup
 from anisoscope.measures.spectrum import spectrum
 from anisoscope.measures.table import measure

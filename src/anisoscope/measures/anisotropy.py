@@ -16,6 +16,14 @@ from torch import Tensor
 from anisoscope.axes import MaskLike, RowsLike
 from anisoscope.errors import DegenerateError, OptionError, ShapeError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
+from anisoscope.measures.bars import (
+    centred_error_rows,
+    ratio_bar,
+    second_order,
+    spectral_estimate,
+    squared_lengths,
+    unless_biased,
+)
 from anisoscope.measures.base import Needs, Workspace, register, run
 from anisoscope.measures.spectrum import Spectrum, require_spread, spectrum, top, trace_bias
 from anisoscope.measures.uncertainty import Bar, fields
@@ -24,10 +32,6 @@ from anisoscope.stats.directions import along, unit_rows
 from anisoscope.stats.moments import Moments
 
 Bias = Literal["corrected", "plugin"]
-FLOAT32_SPREAD = 1e-11  # variances down to this share of the total are seen well enough in float32 for an error bar
-FLOAT32_SIZE = 1e8  # total variances between this and its inverse: their squares stay well inside float32
-SHARE_SCORES = "share scores"  # set in the cache by whoever computes a fixed list of measures
-TOLERATED_BIAS = 0.25  # of a standard error: a 95 % interval off by this much still covers 94 %
 
 
 def spectral_ratio(rows: RowsLike, *, mask: MaskLike = None) -> Estimate:
@@ -68,12 +72,12 @@ def _top_bar(work: Workspace) -> tuple[Bar | None, tuple[str, ...]]:
     if not work.error_rows.enough:
         return None, ()
     lead = top(work)
-    y = _centred_error_rows(work, float32=True)
-    along, radius2 = (y @ lead.vector.to(y.dtype)).double().square(), _radius2(y)
+    y = centred_error_rows(work, float32=True)
+    along, radius2 = (y @ lead.vector.to(y.dtype)).double().square(), squared_lengths(y)
     influence = (along - lead.first) / lead.total - lead.first * (radius2 - lead.total) / lead.total**2
     bar = work.error_rows.bar(influence)
     bias = min(lead.first_bias(work.n - 1) / lead.total, 1.0)
-    return _unless_biased(bar, bias, "the leading eigenvalue is not separated from the rest")
+    return unless_biased(bar, bias, "the leading eigenvalue is not separated from the rest")
 
 
 def spectral_ratio_l1(rows: RowsLike, *, mask: MaskLike = None) -> Estimate:
@@ -97,7 +101,7 @@ def _spectral_ratio_l1(work: Workspace) -> Estimate:
     # d(sigma) = d(lambda) / (2 sigma) - d(lambda)^2 / (8 sigma^3), and lambda_1 scatters by 2 lambda_1^2 / m.
     first_bias = first.first_bias(work.n - 1) / (2 * first.first**0.5) - first.first**0.5 / (4 * (work.n - 1))
     bias = (first_bias - value * _root_bias(found, work.n - 1)) / total
-    return _spectral_estimate(work, found, value, _over_root(slope, sigma), bias, "sigma_1 / sum sigma")
+    return spectral_estimate(work, found, value, _over_root(slope, sigma), bias, "sigma_1 / sum sigma")
 
 
 def effective_rank(rows: RowsLike, *, mask: MaskLike = None) -> Estimate:
@@ -129,7 +133,7 @@ def _effective_rank(work: Workspace) -> Estimate:
     )
     bias = value * ((1 / total + weighted / total**2) * root_bias - log_bias / total)
     weights = _over_root(slope, sigma) / found.total
-    return _spectral_estimate(work, found, value, weights, bias, "exp entropy of sigma / sum sigma")
+    return spectral_estimate(work, found, value, weights, bias, "exp entropy of sigma / sum sigma")
 
 
 def effective_rank_lambda(rows: RowsLike, *, mask: MaskLike = None) -> Estimate:
@@ -146,7 +150,7 @@ def _effective_rank_lambda(work: Workspace) -> Estimate:
     value = math.exp(entropy)
     slope = torch.where(p > 0, -value * (torch.log(p.clamp_min(1e-300)) + entropy) / found.total, 0.0)
     bias = -value * trace_bias(p, lambda x: x.log() + 1, lambda x: 1 / x, work.n - 1)
-    return _spectral_estimate(work, found, value, slope, bias, "exp entropy of lambda / sum lambda")
+    return spectral_estimate(work, found, value, slope, bias, "exp entropy of lambda / sum lambda")
 
 
 def participation_ratio(rows: RowsLike, *, mask: MaskLike = None, bias: Bias = "corrected") -> Estimate:
@@ -165,7 +169,7 @@ def _participation_ratio(work: Workspace, *, bias: Bias = "corrected") -> Estima
     require_spread(work, 4 if bias == "corrected" else 2)
     square, frobenius = _trace_squares(work.moments, bias)
     value = square / frobenius
-    bar = _ratio_bar(work, value)
+    bar = ratio_bar(work, value)
     return Estimate(value=value, n=work.n, method=f"tr(S)^2 / |S|^2, {bias}", **fields(bar))
 
 
@@ -223,7 +227,7 @@ def _isoscore_star(
     require_spread(work, 4 if bias == "corrected" else 2)
     keep, width, covariance = 1 - zeta, work.moments.width, work.moments.covariance()
     square, frobenius = _trace_squares(work.moments, bias)
-    y, trace = _centred_error_rows(work, float32=False), float(covariance.trace())
+    y, trace = centred_error_rows(work, float32=False), float(covariance.trace())
     if reference is None:
         ratio = square / (keep**2 * frobenius + (1 - keep**2) * square / width)
         mixed = keep * covariance + zeta * trace / width * torch.eye(width, dtype=torch.float64).to(covariance)
@@ -247,7 +251,7 @@ def _isoscore_star(
         d_trace, d_form = keep * radius2, keep * form
     influence = 2 * trace_m * d_trace / size_m - 2 * trace_m**2 * d_form / size_m**2
     noisy = keep**2 * frobenius / size_m
-    bar = _second_order(work.error_rows.bar(influence), ratio, work.n, noisy**2)
+    bar = second_order(work.error_rows.bar(influence), ratio, work.n, noisy**2)
     scale = 1 / (width - 1)
     return Estimate(
         value=(ratio - 1) * scale,
@@ -315,51 +319,6 @@ def _trace_squares(moments: Moments, bias: Bias) -> tuple[float, float]:
     return square * unit**2, frobenius * unit**2
 
 
-def _ratio_bar(work: Workspace, value: float) -> Bar | None:
-    if not work.error_rows.enough:
-        return None
-    covariance = work.moments.covariance()
-    trace, size = float(covariance.trace()), float(covariance.square().sum())
-    radius2, form = _quadratic_forms(work, covariance)
-    influence = 2 * trace * (radius2 - trace) / size - 2 * trace**2 * (form - size) / size**2
-    return _second_order(work.error_rows.bar(influence), value, work.n, 1.0)
-
-
-def _second_order(bar: Bar | None, value: float, n: int, share: float) -> Bar | None:
-    """Where all variances are equal the first-order influence vanishes and only sampling noise of S is left in it.
-
-    That remainder, ``4/n^2`` of the squared value for rows whose inner products are normal, is counted twice by the
-    influence and is the whole error there: take one of the two off, and never go below it.
-    """
-    if bar is None:
-        return None
-    rest = share * (2 * value / n) ** 2
-    return Bar(math.sqrt(max(bar.stderr**2 - rest, rest)), bar.dof, bar.over)
-
-
-def _spectral_estimate(
-    work: Workspace, found: Spectrum, value: float, weights: Tensor, bias: float, method: str
-) -> Estimate:
-    if not work.error_rows.enough:
-        return Estimate(value=value, n=work.n, method=method, notes=found.notes, **fields(None))
-    y = _centred_error_rows(work, float32=float(found.values[-1]) > FLOAT32_SPREAD * found.total)
-    if "squared scores" not in work.cache:
-        work.cache["squared scores"] = (y @ found.vectors.to(y.dtype)).double().square_()
-    influence = (work.cache["squared scores"] - found.values) @ weights
-    bar, notes = _unless_biased(work.error_rows.bar(influence), bias, "the spectrum of a sample is spread out")
-    return Estimate(value=value, n=work.n, method=method, notes=(*found.notes, *notes), **fields(bar))
-
-
-def _unless_biased(bar: Bar | None, bias: float, why: str) -> tuple[Bar | None, tuple[str, ...]]:
-    """Drop an error bar that the small-sample bias outweighs, and say so."""
-    if bar is None or abs(bias) <= TOLERATED_BIAS * bar.stderr:
-        return bar, ()
-    return None, (
-        f"no error bar: {why}, and the small-sample bias (about {bias:+.2g}) is too large beside the sampling error "
-        f"({bar.stderr:.2g}) for an interval to cover; more rows would help",
-    )
-
-
 def _root_bias(found: Spectrum, dof: int) -> float:
     """Bias of ``sum sigma``."""
     return trace_bias(found.values, lambda x: 0.5 / x.sqrt(), lambda x: -0.25 / x**1.5, dof)
@@ -368,38 +327,6 @@ def _root_bias(found: Spectrum, dof: int) -> float:
 def _over_root(slope: Float[Tensor, "r"], sigma: Float[Tensor, "r"]) -> Float[Tensor, "r"]:
     """Turn a derivative by sigma into one by lambda; directions without variance do not move to first order."""
     return torch.where(sigma > 0, slope / (2 * sigma.clamp_min(1e-300)), 0.0)
-
-
-def _centred_error_rows(work: Workspace, *, float32: bool) -> Float[Tensor, "n d"]:
-    """Rows for error bars about the mean; in float32 where that is asked for and the rows have no more digits anyway.
-
-    An error bar needs three digits, and products of float32 take half the time.
-    """
-    rows = work.error_rows.rows
-    total = float(work.moments.scatter.trace()) / work.n
-    short = float32 and rows.dtype != torch.float64 and 1 / FLOAT32_SIZE < total < FLOAT32_SIZE
-    key = f"centred error rows, {'float32' if short else 'float64'}"
-    if key not in work.cache:
-        centred = rows.double() - work.moments.mean
-        work.cache[key] = centred.float() if short else centred
-    found: Tensor = work.cache[key]
-    return found
-
-
-def _quadratic_forms(work: Workspace, covariance: Float[Tensor, "d d"]) -> tuple[Tensor, Tensor]:
-    """``|y|^2`` and ``y^T S y`` of the rows for error bars; from their scores on the axes where that is asked for.
-
-    Not wherever scores happen to be there: the last bits would then depend on what else is computed.
-    """
-    if work.cache.get(SHARE_SCORES) and "squared scores" in work.cache:
-        scores2 = work.cache["squared scores"]
-        return scores2.sum(dim=1), scores2 @ spectrum(work).values
-    y = _centred_error_rows(work, float32=True)
-    return _radius2(y), (y @ covariance.to(y.dtype)).mul_(y).sum(dim=1, dtype=torch.float64)
-
-
-def _radius2(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n"]:
-    return torch.linalg.vector_norm(rows, dim=1).double().square_()
 
 
 def _reference_moments(reference: RowsLike | Moments, width: int) -> Moments:

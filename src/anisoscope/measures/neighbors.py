@@ -247,7 +247,7 @@ class _Search:
 
     def _exact_block(self, i: Int[Tensor, "m"], j: Int[Tensor, "m t"]) -> Float[Tensor, "m t"]:
         """Squared distances between each row and its own candidates, by differences in float64."""
-        difference = self.rows[j].double()
+        difference = self.rows.index_select(0, j.reshape(-1)).double().view(*j.shape, -1)
         difference -= self.rows[i].double()[:, None]
         return torch.linalg.vector_norm(difference.mul_(self.scale) if self.scale != 1 else difference, dim=2).square_()
 
