@@ -45,7 +45,7 @@ def second_order(bar: Bar | None, value: float, n: int, share: float) -> Bar | N
 def spectral_estimate(
     work: Workspace, found: Spectrum, value: float, weights: Tensor, bias: float, method: str
 ) -> Estimate:
-    """A function of the eigenvalues as an estimate with its error bar; ``weights`` are its derivatives by each of them."""
+    """A function of the eigenvalues with its error bar; ``weights`` are its derivatives by each of them."""
     if not work.error_rows.enough:
         return Estimate(value=value, n=work.n, method=method, notes=found.notes, **fields(None))
     y = centred_error_rows(work, float32=float(found.values[-1]) > FLOAT32_SPREAD * found.total)
