@@ -19,7 +19,9 @@ from anisoscope.errors import DuplicateRowsError, OptionError, UnknownNameError
 from anisoscope.measures import base
 from anisoscope.measures.neighbors import nearest_neighbors
 from anisoscope.measures.plan import Plan, choose_plan
+from anisoscope.measures.spectrum import spectrum
 from anisoscope.measures.table import measure_names
+from anisoscope.rows import as_rows
 from anisoscope.stats.moments import Moments
 from anisoscope.theory.manifolds import flat_torus, gaussian
 
@@ -772,3 +774,12 @@ def test_a_registered_measure_stands_beside_the_others():
         an.measure(X, "largest_norm")
     with pytest.raises(UnknownNameError):
         an.unregister("largest_norm")
+
+
+@pytest.mark.parametrize("n", [12, 200])
+def test_eigenvalues_are_those_of_the_covariance_itself(n):
+    """Ratios of eigenvalues forgive a common factor; whoever reads the spectrum does not."""
+    rows = torch.randn(n, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+    found = spectrum(base.Workspace(as_rows(rows), an.Needs(moments="float64")))
+    truth = torch.linalg.eigvalsh(torch.cov(rows.T)).flip(0)[: min(n - 1, 20)]
+    torch.testing.assert_close(found.values, truth, rtol=1e-10, atol=1e-12)
