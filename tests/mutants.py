@@ -103,16 +103,11 @@ MUTANTS = [
     ),
     Mutant(N, "            j.append(rows[a])", "            j.append(rows[a].roll(1))", (ORACLES,)),
     Mutant(B, "(part + 0.0).contiguous()", "part.contiguous()", (HOSTILE,)),
-    Mutant(
-        B,
-        "equal = (rows[order[suspects]] == rows[order[suspects + 1]]).all(dim=1)",
-        "equal = torch.zeros(1)",
-        (HOSTILE,),
-    ),
-    Mutant(U, "/ count * (influence.numel() / self.n)", "/ count", (COVER,), "effective_rank_lambda or ordered"),
+    Mutant(B, "is_copy[order[suspects + 1]] = True", "is_copy[order[suspects]] = True", (HOSTILE, INPUTS, ORACLES)),
+    Mutant(U, "/ count * (influence.numel() / self.n)", "/ count", (ORACLES,)),
     Mutant(U, "math.sqrt(length / n)", "1.0", (COVER,), "two_nn"),
     Mutant(U, "/ math.sqrt(len(values))", "/ len(values)", (COVER,), "curvature"),
-    Mutant("estimate.py", "else stdtrit(self.dof, tail)", "else ndtri(tail)", (COVER,), "two_nn ml"),
+    Mutant("estimate.py", "else stdtrit(self.dof, tail)", "else ndtri(tail)", (ORACLES,)),
     Mutant(
         C, "torch.where(square, 4.0, 2.0)", "torch.where(square, 1.0, 2.0)", (TRUTHS,), "curvature or circle or sphere"
     ),

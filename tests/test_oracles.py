@@ -21,6 +21,7 @@ from anisoscope.measures.neighbors import nearest_neighbors
 from anisoscope.measures.plan import Plan, choose_plan
 from anisoscope.measures.spectrum import spectrum
 from anisoscope.measures.table import measure_names
+from anisoscope.measures.uncertainty import ErrorRows
 from anisoscope.rows import as_rows
 from anisoscope.stats.moments import Moments
 from anisoscope.theory.manifolds import flat_torus, gaussian
@@ -783,3 +784,19 @@ def test_eigenvalues_are_those_of_the_covariance_itself(n):
     found = spectrum(base.Workspace(as_rows(rows), an.Needs(moments="float64")))
     truth = torch.linalg.eigvalsh(torch.cov(rows.T)).flip(0)[: min(n - 1, 20)]
     torch.testing.assert_close(found.values, truth, rtol=1e-10, atol=1e-12)
+
+
+def test_an_error_bar_shrinks_with_the_rows_that_its_blocks_stand_for():
+    blocks = torch.randn(64, 128, 3, generator=torch.Generator().manual_seed(0))
+    influence = blocks[..., 0].reshape(-1)
+    alone = ErrorRows(blocks, 64 * 128, "rows").bar(influence)
+    many = ErrorRows(blocks, 4 * 64 * 128, "rows").bar(influence)
+    assert alone.stderr == pytest.approx(float(influence.std()) / math.sqrt(len(influence)), rel=0.3)
+    assert many.stderr == pytest.approx(alone.stderr / 2, rel=1e-12)
+
+
+def test_intervals_use_students_law():
+    found = an.Estimate(value=0.0, stderr=1.0, dof=4.0, over="rows", n=5, method="m")
+    assert found.interval()[1] == pytest.approx(2.7764451, rel=1e-6)
+    known = an.Estimate(value=0.0, stderr=1.0, over="rows", n=5, method="m")
+    assert known.interval()[1] == pytest.approx(1.9599640, rel=1e-6)
