@@ -868,3 +868,12 @@ def test_curvature_refuses_dimensions_where_no_neighbourhood_is_local():
     with pytest.raises(OptionError, match="hardly local; give a smaller dimension, or k yourself"):
         an.curvature(rows)
     assert an.curvature(rows, dimension=4).value >= 0
+
+
+@pytest.mark.parametrize("factor", [1e20, 1e30])
+def test_neighbours_beside_one_enormous_row(factor):
+    rows = torch.randn(300, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    others = torch.cdist(rows[1:], rows[1:]).fill_diagonal_(torch.inf)
+    rows[0] *= factor
+    found = an.nearest_neighbors(rows, 3).distances[1:]
+    torch.testing.assert_close(found, others.topk(3, largest=False).values, rtol=1e-9, atol=0.0)
