@@ -5,12 +5,14 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tiny_checkpoints import save_decoder
 
 import anisoscope as an
 from anisoscope import cli
+from anisoscope.commands import profile as looking
 from anisoscope.engines import LocalEngine, engine_named
 from anisoscope.errors import AnisoscopeError, OptionError, RunError, UnknownNameError
 from anisoscope.profiling import ProfileOptions
@@ -174,9 +176,9 @@ def test_engines_by_name():
         LocalEngine(0)
 
 
-def run(*arguments, cwd):
+def run(*arguments, cwd, stdin=None):
     command = [sys.executable, "-m", "anisoscope.cli", *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False, input=stdin)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -196,6 +198,21 @@ def test_the_commands_from_model_to_table(tmp_path, text, checkpoints):
     code, out, err = run("compare", folder, "--out", "side.html", "--figures", "figures", cwd=tmp_path)
     assert code == 0 and (tmp_path / "side.html").exists(), err
     assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".png", ".svg", ".pdf"}
+
+
+def test_text_from_standard_input_serves_every_model(tmp_path, text, checkpoints):
+    models = [checkpoints / "checkpoint-0", checkpoints / "checkpoint-100"]
+    asked = ("--measures", "mean_cosine", "--no-report", "--run", "piped", *FEW)
+    code, _, err = run("profile", *models, "--text", "-", *asked, cwd=tmp_path, stdin=Path(text).read_text())
+    assert code == 0, err
+    with an.RunReader(tmp_path / "piped") as reader:
+        assert len(reader.cells()) == 2 and not reader.failures()
+
+
+def test_the_command_line_shows_the_defaults_of_the_library():
+    plain = ProfileOptions()
+    shown = (looking.DEFAULT_TOKENS, looking.DEFAULT_VECTORS, looking.DEFAULT_BATCH, looking.DEFAULT_LENGTH)
+    assert shown == (plain.tokens, plain.vectors, plain.batch_vectors, plain.sequence_length)
 
 
 CASES = {

@@ -40,7 +40,8 @@ class Task:
     """A cell with everything that a worker needs."""
 
     cell: Cell
-    text: str | None
+    corpus: Corpus
+    """The text itself and not its name: standard input can be read only once."""
     options: ProfileOptions
     run: str
 
@@ -127,7 +128,7 @@ def run_sweep(
             _same_recipe(folder, recipe)
         done = writer.done()
         tasks = [
-            Task(cell=cell, text=text, options=options, run=writer.name)
+            Task(cell=cell, corpus=corpus, options=options, run=writer.name)
             for cell in cells
             if (cell.name, cell.step) not in done
         ]
@@ -204,10 +205,9 @@ def profile_cell(task: Task, progress: Progress) -> Findings:
     )
     if loaded.tokenizer is None:
         raise OptionError(f"{cell.name} comes without a tokenizer; put its files beside the weights")
-    corpus: Corpus = load_corpus(task.text)
     length = min(options.sequence_length, longest_sequence(loaded.model))
     batches = token_batches(
-        corpus,
+        task.corpus,
         HFTokenizer(loaded.tokenizer),
         sequence_length=length,
         batch_size=options.sequences_per_pass,
