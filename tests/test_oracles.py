@@ -17,7 +17,7 @@ import torch
 import anisoscope as an
 from anisoscope.errors import DuplicateRowsError, OptionError, UnknownNameError
 from anisoscope.measures import base
-from anisoscope.measures.neighbors import nearest_neighbors
+from anisoscope.measures.neighbors import distances_within, nearest_neighbors
 from anisoscope.measures.plan import Plan, choose_plan
 from anisoscope.measures.spectrum import spectrum
 from anisoscope.measures.table import measure_names
@@ -800,3 +800,14 @@ def test_intervals_use_students_law():
     assert found.interval()[1] == pytest.approx(2.7764451, rel=1e-6)
     known = an.Estimate(value=0.0, stderr=1.0, over="rows", n=5, method="m")
     assert known.interval()[1] == pytest.approx(1.9599640, rel=1e-6)
+
+
+def test_distances_inside_blocks_are_exact_for_copies_and_near_ones():
+    blocks = torch.randn(5, 40, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    blocks[:, 1] = blocks[:, 0]
+    blocks[:, 3] = blocks[:, 2] + 1e-9 * blocks[:, 4]
+    truth = (blocks[:, :, None] - blocks[:, None]).square().sum(dim=3).sqrt()
+    truth.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+    found = distances_within(blocks, 4)
+    torch.testing.assert_close(found, truth.topk(4, dim=2, largest=False).values, rtol=1e-6, atol=0.0)
+    assert bool((found[:, :2, 0] == 0).all())

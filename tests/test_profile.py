@@ -109,6 +109,7 @@ def test_position_0_is_left_out_of_its_slice(found, states):
     one = estimate(found, "resid.2", "spectral_ratio", NO_POSITION_0)
     assert one.n == len(rest)
     assert one.value == pytest.approx(float(an.spectral_ratio(rest)), rel=1e-6)
+    assert one.stderr is not None  # from the rows of this slice, and no others
     assert one.value != estimate(found, "resid.2", "spectral_ratio").value
 
 
