@@ -287,18 +287,19 @@ def test_an_observer_that_fails_does_not_disturb(tmp_path, data, when):
     assert "Recorder failed in" in watched.notes[0] and "ZeroDivisionError: a measurement" in watched.notes[0]
 
 
-def test_compile_that_fails_is_named_or_noted(tmp_path, data, monkeypatch):
-    """A real failure: no compiler where the compiler should be."""
+def test_compile_that_fails_is_named_or_noted(tmp_path, data):
+    """A real failure: no compiler where the compiler should be. torch's own patch gives back what setattr would not."""
     import torch._inductor.config
 
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    with torch._inductor.config.patch({"force_disable_caches": True, "cpp.cxx": ("no-such-compiler",)}):
+        torch._dynamo.reset()
+        recipe = change(optimisation__steps=4, compile=True)
+        with pytest.raises(OptionError, match=r"torch\.compile does not work here: .*; use compile: false, or \"auto\""):
+            train(recipe, "rotary", 0, folder=tmp_path / "asked", data=data)
+        torch._dynamo.reset()
+        auto = train(change(optimisation__steps=4, compile="auto"), "rotary", 0, folder=tmp_path / "auto", data=data)
     torch._dynamo.reset()
-    recipe = change(optimisation__steps=4, compile=True)
-    with pytest.raises(OptionError, match=r"torch\.compile does not work here: .*; use compile: false, or \"auto\""):
-        train(recipe, "rotary", 0, folder=tmp_path / "asked", data=data)
-    torch._dynamo.reset()
-    auto = train(change(optimisation__steps=4, compile="auto"), "rotary", 0, folder=tmp_path / "auto", data=data)
+    assert torch.compiler.config.force_disable_caches is False
     plain = train(change(optimisation__steps=4), "rotary", 0, folder=tmp_path / "plain", data=data)
     assert "trained without it" in auto.notes[0] and auto.status == "finished"
     assert same(weights(auto.checkpoint), weights(plain.checkpoint))
