@@ -23,8 +23,8 @@ from anisoscope.tangent.controls import (
     check_basis,
     check_complement,
     control_bases,
-    gaussian_draws,
 )
+from anisoscope.tangent.drawn import Draws, small
 from anisoscope.tangent.units import Units, in_range, p_value, ratio
 
 BLOCK_ROWS = 4096
@@ -120,54 +120,25 @@ def shares(found: Gradients, bases: Float[Tensor, "b d k"]) -> Float[Tensor, "b"
     return each.view(b, k).sum(dim=1) / found.total
 
 
-@dataclass(frozen=True)
-class _DrawnShares:
-    """Shares of the same Gaussian draws as spans of their own, and projected off the basis."""
-
-    random: Float[Tensor, "b"]
-    normal: Float[Tensor, "b"] | None
-
-
-def _drawn(found: Gradients, basis: Float[Tensor, "d k"], draws: int, seed: int, normal: bool) -> _DrawnShares:
-    """Shares of random and of normal controls from one product ``S Z``, with no orthonormal basis formed.
-
-    The share of span(Z) is ``tr((Z^T Z)^-1 Z^T S Z) / tr S``. Projecting Z off Q changes both small matrices by terms
-    in ``c = Q^T Z``, ``Q^T S Z`` and ``Q^T S Q`` only. These are the spans of ``control_bases`` with the same seed.
-    """
-    d, k = basis.shape
-    # Taking c^T c off Z^T Z cancels where the complement is small; float64 then, and a basis orthonormal to float64.
-    tight = 8 * k > d
-    dtype = torch.float64 if tight else found.rows.dtype
-    q = basis.to(found.rows.device, dtype)
-    q = torch.linalg.qr(q).Q if tight else q
-    z = gaussian_draws(d, k, draws, seed=seed, device=q.device).to(dtype)
-    flat = z.view(d, draws * k)
-    if found.by_moment(draws * k):
-        left, right = z, (found.second.to(dtype) @ flat).view(d, draws, k)
-        q_left, q_right = q, found.second.to(dtype) @ q
-    else:
-        rows = found.rows.to(dtype)
-        left = right = (rows @ flat).view(-1, draws, k)
-        q_left = q_right = rows @ q
-    inner, form = _small(z, z), _small(left, right)
-    random = _span_share(inner, form) / found.total
+def _drawn(
+    found: Gradients, basis: Float[Tensor, "d k"], draws: int, seed: int, normal: bool
+) -> tuple[Float[Tensor, "b"], Float[Tensor, "b"] | None]:
+    """Shares of random and of normal controls, through the second moment or through rows, whichever is cheaper."""
+    # Without normal controls there is nothing to project off, and the rank may be more than half of the width.
+    drawn = Draws.of(basis[None] if normal else basis[None][:0], draws, seed, found.rows.device, found.rows.dtype)
+    if found.by_moment(draws * basis.shape[1]):
+        random, off = drawn.of_moments(found.second[None])
+        return random[0] / found.total, off[0, 0] / found.total if normal else None
+    rows = found.rows.to(drawn.z)
+    flat = rows @ drawn.flat
+    images = flat.unflatten(1, (draws, -1))[None]
+    form = small(images, images)
+    random = drawn.random(form)[0] / found.total
     if not normal:
-        return _DrawnShares(random, None)
-    c = (q.T @ flat).view(k, draws, k).permute(1, 0, 2).double()
-    across = (q_left.T @ right.reshape(-1, draws * k)).view(k, draws, k).permute(1, 0, 2).double()
-    own = (q_left.T @ q_right).double()
-    mixed = c.transpose(1, 2) @ across
-    inner = inner - c.transpose(1, 2) @ c
-    form = form - mixed - mixed.transpose(1, 2) + c.transpose(1, 2) @ own @ c
-    return _DrawnShares(random, _span_share(inner, form) / found.total)
-
-
-def _small(left: Float[Tensor, "n b k"], right: Float[Tensor, "n b k"]) -> Float[Tensor, "b k k"]:
-    return (left.permute(1, 2, 0) @ right.permute(1, 0, 2)).double()
-
-
-def _span_share(inner: Float[Tensor, "b k k"], form: Float[Tensor, "b k k"]) -> Float[Tensor, "b"]:
-    return torch.linalg.solve(inner, form).diagonal(dim1=1, dim2=2).sum(dim=1)
+        return random, None
+    held = rows @ drawn.q[0]
+    across = (held.T @ flat).unflatten(1, (draws, -1)).transpose(0, 1).double()[None]
+    return random, drawn.normal(0, form, across, (held.T @ held).double()[None])[0] / found.total
 
 
 @dataclass(frozen=True)
@@ -239,12 +210,12 @@ def run_test(
         check_complement(*basis.shape)
     along, top = found.along(basis), None
     share = _share(found, along)
-    drawn = _drawn(found, basis, draws, seed, controls == "normal")
+    random, normal = _drawn(found, basis, draws, seed, controls == "normal")
     if controls == "normal_top":
         top = control_bases(basis, controls, 1, seed=seed, rows=activations)
         null = shares(found, top)
     else:
-        null = drawn.random if drawn.normal is None else drawn.normal
+        null = random if normal is None else normal
     against = _against(found, along, basis.shape[1], null, controls, top)
     variance = enrichment = None
     if activations is not None:
@@ -256,10 +227,10 @@ def run_test(
         rank=basis.shape[1],
         kind=controls,
         control_shares=null,
-        random_shares=drawn.random,
+        random_shares=random,
         control=_control(null, controls, found),
         ratio=against,
-        p=p_value(share.value, drawn.random),
+        p=p_value(share.value, random),
         p_controls=p_value(share.value, null),
         variance=variance,
         enrichment=enrichment,
