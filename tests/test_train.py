@@ -294,7 +294,7 @@ def test_compile_that_fails_is_named_or_noted(tmp_path, data):
     with torch._inductor.config.patch({"force_disable_caches": True, "cpp.cxx": ("no-such-compiler",)}):
         torch._dynamo.reset()
         recipe = change(optimisation__steps=4, compile=True)
-        with pytest.raises(OptionError, match=r"torch\.compile does not work here: .*; use compile: false, or \"auto\""):
+        with pytest.raises(OptionError, match=r"torch\.compile does not work here: .*; use compile: false"):
             train(recipe, "rotary", 0, folder=tmp_path / "asked", data=data)
         torch._dynamo.reset()
         auto = train(change(optimisation__steps=4, compile="auto"), "rotary", 0, folder=tmp_path / "auto", data=data)

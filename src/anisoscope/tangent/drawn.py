@@ -1,8 +1,8 @@
 """Shares of a gradient in many random spans at once, with no orthonormal basis formed.
 
 The share of span(Z) in a second moment S is ``tr((Z^T Z)^-1 Z^T S Z) / tr S``. Projecting Z off a basis Q changes both
-small matrices by terms in ``c = Q^T Z``, ``Q^T S Z`` and ``Q^T S Q`` only. So one product ``S Z`` serves random controls
-and the normal controls of any number of bases. The spans are those of ``control_bases`` with the same seed.
+small matrices by terms in ``c = Q^T Z``, ``Q^T S Z`` and ``Q^T S Q`` only. So one product ``S Z`` serves random
+controls and the normal controls of any number of bases. The spans are those of ``control_bases`` with the same seed.
 
 Letters: S second moments, P bases, B draws, K the rank, D the width.
 """

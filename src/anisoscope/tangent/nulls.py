@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anisoscope.errors import DegenerateError, OptionError, ShapeError, TooFewRowsError, choose
+from anisoscope.errors import DegenerateError, OptionError, ShapeError, choose
 from anisoscope.estimate import Estimate
 from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.tangent.controls import check_basis
 from anisoscope.tangent.energy import DRAWS, EnergyTest, Gradients, run_test
-from anisoscope.tangent.units import FEWEST, Units, in_range, p_value, stream
+from anisoscope.tangent.units import FEWEST, Halves, Units, in_range, mean_of_halves, p_value, stream
 
 SCHEMES = ("tokens", "within", "sequences")
 GATHER = 150  # multiplications of a matrix product in the time that one element is gathered and summed
@@ -232,13 +232,9 @@ def cross_fit(
         raise OptionError(f"ranks={tuple(ranks)}: give one rank or more, each at least 1")
     if activations.shape != gradients.shape:
         raise ShapeError(f"activations {tuple(activations.shape)} and gradients {tuple(gradients.shape)} must agree")
-    units = Units.of(groups, len(gradients), "cpu")
-    if units.count < 2 * FEWEST:
-        raise TooFewRowsError(f"{units.count} sequences cannot be halved with an error bar; {2 * FEWEST} are needed")
-    order = torch.randperm(units.count, generator=stream(seed, "halves"))
-    first = torch.isin(units.index, order[: units.count // 2])
-    halves = [torch.nonzero(flag).reshape(-1).to(gradients.device) for flag in (first, ~first)]
-    tested = [Gradients.of(gradients[half], units.index.to(gradients.device)[half]) for half in halves]
+    split = Halves.of(groups, seed, gradients.device)
+    halves, sequence = split.rows, split.units.index.to(gradients.device)
+    tested = [Gradients.of(gradients[half], sequence[half]) for half in halves]
     largest = max(ranks)
     whole = [fit(activations[half], largest).basis for half in halves] if nested else []
     results = []
@@ -256,21 +252,6 @@ def cross_fit(
 
 
 def _averaged(rank: int, one: EnergyTest, two: EnergyTest) -> CrossFit:
-    """Plain means over the halves; their sequences are disjoint, so variances add."""
     null = (one.random_shares + two.random_shares) / 2
-    share = _mean(one.share, two.share)
-    return CrossFit(rank, share, _mean(one.ratio, two.ratio), p_value(share.value, null), (one, two))
-
-
-def _mean(one: Estimate, two: Estimate) -> Estimate:
-    bar = None
-    if one.stderr is not None and two.stderr is not None:
-        dof = (one.dof or 0) + (two.dof or 0)
-        bar = Bar(math.hypot(one.stderr, two.stderr) / 2, dof, f"{one.over} and {two.over} of the two halves")
-    return Estimate(
-        value=(one.value + two.value) / 2,
-        n=one.n + two.n,
-        method=f"{one.method}, cross-fitted",
-        notes=("given the two fits: how a fit varies with its half is not in the error bar",),
-        **fields(bar),
-    )
+    share = mean_of_halves(one.share, two.share)
+    return CrossFit(rank, share, mean_of_halves(one.ratio, two.ratio), p_value(share.value, null), (one, two))

@@ -56,6 +56,42 @@ def jackknife(top: Float[Tensor, "g"], bottom: Float[Tensor, "g"], over: str) ->
     return Bar(math.sqrt(variance), count - 1, over)
 
 
+@dataclass(frozen=True)
+class Halves:
+    """Rows of the two halves of the sequences, and the sequence of every row."""
+
+    rows: tuple[Int[Tensor, "i"], Int[Tensor, "j"]]
+    units: Units
+
+    @classmethod
+    def of(cls, groups: Int[Tensor, "n"], seed: int, device: torch.device | str) -> Halves:
+        """Halves drawn with the seed: the same sequences give the same halves."""
+        units = Units.of(groups, len(groups), "cpu")
+        if units.count < 2 * FEWEST:
+            raise TooFewRowsError(
+                f"{units.count} sequences cannot be halved with an error bar; {2 * FEWEST} are needed"
+            )
+        order = torch.randperm(units.count, generator=stream(seed, "halves"))
+        first = torch.isin(units.index, order[: units.count // 2])
+        rows = tuple(torch.nonzero(flag).reshape(-1).to(device) for flag in (first, ~first))
+        return cls(rows, units)  # type: ignore[arg-type]
+
+
+def mean_of_halves(one: Estimate, two: Estimate) -> Estimate:
+    """The plain mean of what two halves show; their sequences are disjoint, so variances add."""
+    bar = None
+    if one.stderr is not None and two.stderr is not None:
+        dof = (one.dof or 0) + (two.dof or 0)
+        bar = Bar(math.hypot(one.stderr, two.stderr) / 2, dof, f"{one.over} and {two.over} of the two halves")
+    return Estimate(
+        value=(one.value + two.value) / 2,
+        n=one.n + two.n,
+        method=f"{one.method}, cross-fitted",
+        notes=("given the two fits: how a fit varies with its half is not in the error bar",),
+        **fields(bar),
+    )
+
+
 def ratio(
     top: Float[Tensor, "n"],
     bottom: Float[Tensor, "n"],

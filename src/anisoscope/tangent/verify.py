@@ -22,7 +22,7 @@ from anisoscope.stats.moments import Moments
 from anisoscope.tangent.controls import check_basis, control_bases
 from anisoscope.tangent.energy import DRAWS, EnergyTest, Gradients, run_test
 from anisoscope.tangent.nulls import HasBasis, PermutedNull
-from anisoscope.tangent.units import FEWEST, Units, jackknife, stream
+from anisoscope.tangent.units import Halves, jackknife
 
 ANGLE_DRAWS = 49  # random bases behind the quantiles of angles: each needs a singular value problem in each place
 LEAST_K = 64
@@ -325,15 +325,11 @@ def referee(
     level: float = 0.05,
 ) -> Referee:
     """Fit on half of the sequences; angles, curvature and energy on the other half; a verdict in words."""
-    units = Units.of(groups, len(activations), "cpu")
-    if units.count < 2 * FEWEST:
-        raise TooFewRowsError(f"{units.count} sequences cannot be halved with an error bar; {2 * FEWEST} are needed")
-    order = torch.randperm(units.count, generator=stream(seed, "halves"))
-    first = torch.isin(units.index, order[: units.count // 2]).to(activations.device)
+    first, second = Halves.of(groups, seed, activations.device).rows
     basis = fit(activations[first], rank).basis
-    other = activations[~first]
+    other = activations[second]
     replacements = compare_replacements(
-        gradients[~first], basis, activations[first], draws=draws, seed=seed, groups=groups.to(first.device)[~first]
+        gradients[second], basis, activations[first], draws=draws, seed=seed, groups=groups.to(second.device)[second]
     )
     alignment = tangent_alignment(other, basis, dimension=dimension, k=k, draws=draws, seed=seed)
     notes: tuple[str, ...] = ()

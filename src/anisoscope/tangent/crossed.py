@@ -1,0 +1,163 @@
+"""Cross-fitted energy tests of several bases on several groups of tokens, sharing all their work.
+
+Bases fitted on one half of the sequences meet the gradients of the other half, and the other way round. One product
+with the Gaussian draws serves all bases, the whole half and each of its groups; error bars are formed for all of them
+at once. The results are those of ``nulls.cross_fit`` (a test holds this).
+
+Letters: H the two halves, P bases, C groups of tokens with all tokens as the last, U sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anisoscope.errors import OptionError, ShapeError
+from anisoscope.estimate import Estimate
+from anisoscope.measures.uncertainty import Bar, fields
+from anisoscope.stats.moments import gram
+from anisoscope.tangent.controls import check_basis, check_complement
+from anisoscope.tangent.drawn import Draws
+from anisoscope.tangent.units import FEWEST, Halves, in_range, jackknife, mean_of_halves, p_value
+
+LEAST_NULL = 1e-6  # of chance: below this, what controls hold is the rounding of float32
+
+
+@dataclass(frozen=True)
+class CrossedTest:
+    """Energy along cross-fitted bases in some of the tokens; ``p`` counts random bases of equal rank that hold more."""
+
+    share: Estimate
+    control: Estimate
+    ratio: Estimate
+    p: float
+
+
+Pair = tuple[Float[Tensor, "d k"], Float[Tensor, "d k"]]
+"""The basis fitted on the first half, and that fitted on the second."""
+
+
+@dataclass(frozen=True)
+class _Tested:
+    """What one half shows: numbers by group, all of them on the CPU in float64."""
+
+    number: Int[Tensor, "c"]
+    bottoms: Float[Tensor, "u c"]
+    tops: Float[Tensor, "p u c"]
+    random: Float[Tensor, "c b"]
+    normal: Float[Tensor, "p c b"]
+
+
+def crossed_tests(
+    gradients: Float[Tensor, "n d"],
+    halves: Halves,
+    bases: Mapping[str, Pair],
+    *,
+    bins: Int[Tensor, "n"] | None = None,
+    labels: Sequence[str] = (),
+    draws: int = 199,
+    seed: int = 0,
+) -> dict[str, dict[str, CrossedTest | str]]:
+    """Tests by name of the basis and label of the group; "" stands for all tokens.
+
+    ``bins`` numbers the group of each row, ``labels`` names them. Where a group cannot be tested, why stands in place
+    of its test. All groups meet the same controls, so that they differ by their tokens and not by the draw.
+    """
+    names = list(bases)
+    if not names:
+        raise OptionError("no basis to test")
+    rank = bases[names[0]][0].shape[1]
+    width = gradients.shape[1]
+    for name in names:
+        for basis in bases[name]:
+            check_basis(basis, width, f"the basis {name!r}")
+            if basis.shape[1] != rank:
+                raise ShapeError(f"bases tested together have one rank; {name!r} has {basis.shape[1]}, not {rank}")
+    check_complement(width, rank)
+    rows = in_range(gradients, "gradients")
+    groups = torch.zeros(len(rows), dtype=torch.int64) if bins is None else bins.cpu().long()
+    labels = labels if bins is not None else ()
+    halves_found = []
+    for half in (0, 1):
+        other = 1 - half
+        stacked = torch.stack([bases[name][other].to(rows.device) for name in names])
+        halves_found.append(_tested(rows, halves, half, stacked, groups, len(labels), draws, 2 * seed + other))
+    return {
+        name: {label: _test(halves_found, at, group, rank, width, draws) for group, label in enumerate((*labels, ""))}
+        for at, name in enumerate(names)
+    }
+
+
+def _tested(
+    rows: Tensor, halves: Halves, half: int, bases: Tensor, groups: Tensor, count: int, draws: int, seed: int
+) -> _Tested:
+    at = halves.rows[half]
+    g = rows[at]
+    group = groups[at.cpu()]
+    # Rows of a group side by side, so that its second moment is one product over a slice.
+    order = group.argsort(stable=True)
+    g, at = g[order.to(g.device)], at.cpu()[order]
+    number = torch.bincount(group, minlength=max(count, 1))
+    seconds = torch.stack([gram(part) for part in g.split(number.tolist())])
+    seconds = torch.cat([seconds, seconds.sum(dim=0, keepdim=True)]) if count else seconds
+    flat = bases.permute(1, 0, 2).reshape(bases.shape[1], -1).to(g)
+    along = (g @ flat).unflatten(1, (len(bases), -1)).double().square().sum(dim=2).T.cpu()
+    energies = torch.linalg.vector_norm(g, dim=1).double().square().cpu()
+    drawn = Draws.of(bases, draws, seed, g.device, g.dtype)
+    random, normal = drawn.of_moments(seconds)
+    # One table of sums over sequence and group: everything below works on it.
+    unit, cell = halves.units.index[at], group[order]
+    place = unit * max(count, 1) + cell
+    cells = halves.units.count * max(count, 1)
+    bottoms = torch.zeros(cells, dtype=torch.float64).index_add_(0, place, energies).view(halves.units.count, -1)
+    tops = torch.zeros(len(bases), cells, dtype=torch.float64).index_add_(1, place, along)
+    tops = tops.view(len(bases), halves.units.count, -1)
+    if count:
+        bottoms = torch.cat([bottoms, bottoms.sum(dim=1, keepdim=True)], dim=1)
+        tops = torch.cat([tops, tops.sum(dim=2, keepdim=True)], dim=2)
+        number = torch.cat([number, number.sum(dim=0, keepdim=True)])
+    return _Tested(number, bottoms, tops, random.cpu(), normal.cpu())
+
+
+def _test(found: Sequence[_Tested], at: int, group: int, rank: int, width: int, draws: int) -> CrossedTest | str:
+    """One test from the tables of both halves."""
+    shares, controls, ratios, nulls = [], [], [], []
+    for one in found:
+        top, bottom = one.tops[at, :, group], one.bottoms[:, group]
+        total = float(bottom.sum())
+        if not total > 0:
+            return "a half has no gradient in these tokens"
+        normal, random = one.normal[at, group] / total, one.random[group] / total
+        mean = float(normal.mean())
+        if not mean > LEAST_NULL * rank / width:
+            return "no gradient lies outside the basis, so controls have no energy to compare with"
+        n = int(one.number[group])
+        units = f"{int((bottom > 0).sum())} sequences"
+        share = float(top.sum()) / total
+        # A row's mean energy along infinitely many normal controls is (|g|^2 - |g Q|^2) K / (D - K).
+        under = (bottom - top).clamp_min(0) * (rank / (width - rank))
+        shares.append(Estimate(value=share, n=n, method="|G Q|^2 / |G|^2", **fields(jackknife(top, bottom, units))))
+        spread = Bar(float(normal.std(correction=1)) / draws**0.5, draws - 1, f"{draws} normal controls")
+        controls.append(
+            Estimate(
+                value=mean, n=n, method="mean share of normal controls", **fields(spread if draws >= FEWEST else None)
+            )
+        )
+        limit = float(top.sum() / under.sum()) if float(under.sum()) > 0 else 0.0
+        bar = jackknife(top, under, units) if limit > 0 else None
+        ratios.append(
+            Estimate(
+                value=share / mean,
+                n=n,
+                method="e(Q) / mean_b e(Q_b), normal controls",
+                **fields(bar and bar.scaled(share / mean / limit)),
+            )
+        )
+        nulls.append(random)
+    share_both = mean_of_halves(*shares)
+    p = p_value(share_both.value, (nulls[0] + nulls[1]) / 2)
+    return CrossedTest(share_both, mean_of_halves(*controls), mean_of_halves(*ratios), p)
