@@ -124,9 +124,9 @@ class TestGood:
         assert (code, err) == (0, "")
         assert "[red]x[bold].npy" in out
 
-    def test_demo(self):
+    def test_truth(self):
         """At so few rows some estimates miss their truth; then the code says so."""
-        code, out, err = run("demo", "--rows", 512)
+        code, out, err = run("truth", "--rows", 512)
         assert err == ""
         lines = [line.split() for line in out.splitlines()]
         verdicts = [words[-1] for words in lines if words and words[-1] in ("ok", "off")]
@@ -163,7 +163,7 @@ BAD = {
 
 USAGE = {
     "command": ["nonsense"],
-    "rows": ["demo", "--rows", "10"],
+    "rows": ["truth", "--rows", "10"],
     "file": ["measure"],
     "names": ["measure", "rows.npy"],
 }

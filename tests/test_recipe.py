@@ -27,7 +27,7 @@ optimisation:
   steps: 10
   batch_size: 4
   lr: 1e-3
-monitor: {proxies: {rank: 8}}
+monitor: {tangent: {rank: 8}}
 """
 
 
@@ -119,13 +119,13 @@ def test_files_and_names_that_are_not_there(tmp_path):
 
 def test_overrides_are_checked_like_the_rest():
     recipe = parse_recipe(TEXT)
-    changed = override(recipe, {"optimisation.steps": 20, "models.0.width": 64, "monitor.rank": 8})
-    assert (changed.optimisation.steps, changed.models[0].width, changed.monitor["rank"]) == (20, 64, 8)
+    changed = override(recipe, {"optimisation.steps": 20, "models.0.width": 64, "monitor.tangent.rank": 4})
+    assert (changed.optimisation.steps, changed.models[0].width, changed.monitor.tangent.rank) == (20, 64, 4)
     assert recipe.optimisation.steps == 10
     for key, value, message in (
         ("optimisation.stpes", 1, "unknown key optimisation.stpes; did you mean 'steps'"),
         ("optimise.steps", 1, "optimise.steps: the recipe has no 'optimise' there"),
-        ("models.3.width", 1, "models.3.width: the recipe has no 3 there"),
+        ("models.3.width", 1, "models.3.width: the recipe has no '3' there"),
         ("optimisation.lr", "x", "optimisation.lr is 'x'"),
     ):
         with pytest.raises(OptionError, match=message):

@@ -1,4 +1,4 @@
-"""The command line. Exit codes: 0 done, 1 the demo is off the truth or a bug (with its traceback), 2 bad input."""
+"""The command line. Exit codes: 0 done, 1 off the truth, every training failed, or a bug; 2 bad input."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.progress import Progress
 from anisoscope import __version__
 from anisoscope.commands import data
 from anisoscope.commands import profile as looking
+from anisoscope.commands import train as training
 from anisoscope.errors import AnisoscopeError, OptionError
 
 app = typer.Typer(
@@ -27,7 +28,15 @@ app = typer.Typer(
 
 
 app.add_typer(data.app, name="data")
-for command in (looking.profile, looking.sweep, looking.compare, looking.report, looking.export):
+for command in (
+    training.demo,
+    looking.profile,
+    training.train,
+    looking.sweep,
+    looking.compare,
+    looking.report,
+    looking.export,
+):
     app.command()(command)
 
 
@@ -43,7 +52,7 @@ def version() -> None:
 
 
 @app.command()
-def demo(
+def truth(
     rows: Annotated[int, typer.Option(help="Rows in each cloud.", min=512)] = 8192,
     seed: Annotated[int, typer.Option(help="Seed of the clouds.", min=0)] = 0,
     svg: Annotated[Path | None, typer.Option(help="Also save the tables as a picture.")] = None,
@@ -101,7 +110,7 @@ def measure(
 
 def _save(console: Console, svg: Path) -> None:
     # rich asks for a font from the net; the picture must open offline, and any monospaced font will do
-    text = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="anisoscope demo"), flags=re.DOTALL)
+    text = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="anisoscope truth"), flags=re.DOTALL)
     try:
         svg.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -27,9 +27,17 @@ from anisoscope.estimate import Estimate
 from anisoscope.monitoring.keeping import Keeper
 from anisoscope.monitoring.looks import probe_look, ride_look
 from anisoscope.monitoring.measuring import MODEL, Book, enter_look
-from anisoscope.monitoring.planning import as_batches, check_probe, kinds_asked, make_plan, needed_rows, what_to_measure
+from anisoscope.monitoring.planning import (
+    as_batches,
+    check_probe,
+    kinds_asked,
+    make_plan,
+    needed_rows,
+    present,
+    what_to_measure,
+)
 from anisoscope.monitoring.untouched import is_compiled, same_random_numbers, untouched, unwrapped
-from anisoscope.monitoring.views import Analysis, Look
+from anisoscope.monitoring.views import Analysis, Look, OfModel
 from anisoscope.profiling import Findings
 from anisoscope.runs.store import RunWriter
 from anisoscope.schedule import Last, Schedule, every
@@ -38,6 +46,7 @@ from anisoscope.text.batches import Batch
 LOG = logging.getLogger("anisoscope.monitor")
 
 DEFAULT_SITES = ("resid.*", "final_norm")
+"""Looked at where a model has them; BERT has no final norm."""
 DEFAULT_MEASURES = ("spectral_ratio", "mean_cosine", "isoscore", "effective_rank", "two_nn")
 GRADIENT_MEASURES = ("mean_cosine", "isoscore")
 EVERY = every(50)
@@ -52,6 +61,7 @@ class Monitor:
     optimiser's step. ``mode="ride"`` samples rows from the training step's own passes and runs none.
     ``gradients`` are the kinds to fetch (``activation``, ``reader``, ``writer``, ``embedding``, ``update``, and
     ``signal`` for dL/dy of readers); a ride has ``activation`` and ``update``. ``analyses`` are plugged in by name.
+    ``info`` is stored with every look, and what ``of_model`` gives at each is entered at site "model".
 
     Nothing that goes wrong in a look reaches the training: it is a failure in the store and in ``problems``. Bad
     arguments raise at construction, before any step is lost; with ``strict=True`` later errors raise too.
@@ -65,7 +75,7 @@ class Monitor:
         probe: Batch | Iterable[Batch] | None = None,
         schedule: Schedule = EVERY,
         run: str | os.PathLike[str] | RunWriter | None = None,
-        sites: str | Iterable[str] = DEFAULT_SITES,
+        sites: str | Iterable[str] | None = None,
         measures: str | Iterable[str] = DEFAULT_MEASURES,
         gradient_measures: str | Iterable[str] = GRADIENT_MEASURES,
         gradients: str | Iterable[str] = ("activation",),
@@ -79,6 +89,8 @@ class Monitor:
         exist: str = "error",
         seed: int = 0,
         strict: bool = False,
+        info: Mapping[str, Any] | None = None,
+        of_model: OfModel | None = None,
     ) -> None:
         self.mode = choose("mode", mode, ("probe", "ride"))
         if not isinstance(schedule, Schedule):
@@ -88,10 +100,12 @@ class Monitor:
         self.strict, self.problems = strict, list[str]()
         self.last: Findings | None = None
         self._schedule, self._optimizer, self._autocast = schedule, optimizer, autocast
+        self._extra_info, self._of_model = dict(info or {}), of_model
         self._whole, model = model, unwrapped(model)
         kinds = kinds_asked(gradients, analyses or {}, mode)
         self._what = what_to_measure(measures, gradient_measures, analyses or {}, mode, seed)
-        self._plan, self._embeds = make_plan(model, sites, kinds, self._what, mode=mode, vectors=vectors)
+        chosen = present(model, DEFAULT_SITES) if sites is None else sites
+        self._plan, self._embeds = make_plan(model, chosen, kinds, self._what, mode=mode, vectors=vectors)
         self._batches: tuple[Batch, ...] = ()
         self._loss: LossFunction | None = None
         if mode == "probe":
@@ -163,6 +177,14 @@ class Monitor:
             return
         self._safely(f"at step {step}", lambda: self._step(int(step), None if tokens is None else int(tokens)))
 
+    def look(self, step: int, tokens: int | None = None) -> None:
+        """Look now, whether due or not, as before the first step. The change of weights is not known then."""
+        if self.mode == "ride":
+            raise OptionError("a ride sees a training step; use mode='probe' to look in between")
+        if not self._closed and not self._keeper.has(step):
+            self._disarm()
+            self._safely(f"at step {step}", lambda: self._look(step, tokens))
+
     def latest(self, measure: str, site: str = MODEL) -> Estimate | None:
         """What the last look found, or None: for a line of progress."""
         records = () if self.last is None else self.last.records
@@ -184,11 +206,11 @@ class Monitor:
 
     def _step(self, step: int, tokens: int | None) -> None:
         first, previous, self._previous = self._previous is None, self._previous, (step, tokens)
-        if self._looks_ahead:
+        if self.mode == "ride":
             # Whether to look was settled before the step began, but for the first one, whose number nobody knew.
             wanted = self._armed and (not first or self._due(step, tokens))
         else:
-            wanted = self._due(step, tokens)
+            wanted = self._due(step, tokens) or (self._armed and not first)
         try:
             if wanted and not self._keeper.has(step):
                 self._look(step, tokens)
@@ -229,6 +251,9 @@ class Monitor:
             try:
                 look = self._see(step)
                 enter_look(book, look, self._what)
+                if self._of_model is not None:
+                    for name, result in self._of_model(step).items():
+                        book.enter(MODEL, name, result)
             except Exception as error:  # out of memory, a silent site, a loss of the user's own: all are told
                 book.fail(MODEL, LOOK, error)
                 self._complain(f"the look at step {step} failed: {type(error).__name__}: {error}")
@@ -254,7 +279,7 @@ class Monitor:
         total = time.perf_counter() - self._began
         rates = [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
         finite = look is not None and look.loss is not None and math.isfinite(look.loss)
-        return {
+        return self._extra_info | {
             "mode": self.mode,
             "weights": "before the update of this step" if self.mode == "ride" else "after the update of this step",
             "loss": look.loss if look is not None and finite else None,

@@ -74,6 +74,8 @@ def build_model(spec: ModelSpec, seed: int) -> nn.Module:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the GPU's generators too
         if spec.architecture == "gpt2":
             model: Any = transformers.GPT2LMHeadModel(_gpt2(spec))
+            # transformers reads the kind of loss off the name of the class, and this name does not say it.
+            model.loss_type = "ForCausalLM"
         elif spec.architecture == "llama":
             model = transformers.LlamaForCausalLM(_llama(spec))
         else:

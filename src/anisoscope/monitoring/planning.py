@@ -13,7 +13,7 @@ from torch import nn
 
 from anisoscope.capture.gradients import KINDS
 from anisoscope.capture.rows import measured_mask
-from anisoscope.errors import OptionError, ShapeError, TooFewTokensError, choose
+from anisoscope.errors import OptionError, ShapeError, TooFewTokensError, UnknownNameError, choose
 from anisoscope.measures.base import lookup
 from anisoscope.measures.table import measure_names
 from anisoscope.models.sites import Site, discover, select
@@ -54,6 +54,20 @@ def what_to_measure(
     for name in turning(of_gradients) or (turning(names) if mode == "ride" else ()):
         raise OptionError(f"{name} needs whole sequences of activations, which a ride or a gradient has not")
     return What(names, of_gradients, dict(analyses), seed)
+
+
+def present(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Those of the patterns that match a site of the model; all of them where none does, so that it is told."""
+    found = discover(model)
+    matching = tuple(pattern for pattern in patterns if _matches(found, pattern))
+    return matching or tuple(patterns)
+
+
+def _matches(sites: Sequence[Site], pattern: str) -> bool:
+    try:
+        return bool(select(sites, pattern))
+    except UnknownNameError:
+        return False
 
 
 def make_plan(

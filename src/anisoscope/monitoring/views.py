@@ -71,9 +71,13 @@ class Look:
 Name: TypeAlias = str | tuple[str, str]
 """The name of a result, or (name, slice) where it speaks of some of the tokens only."""
 
-Analysis: TypeAlias = Callable[[SiteView], Mapping[Name, Estimate | Curve]]
-"""Called once for each site and look; gives results by name. It may keep what it likes between calls (warm starts).
+Analysis: TypeAlias = Callable[[SiteView], Mapping[Name, Estimate | Curve | Exception]]
+"""Called once for each site and look; gives results by name, an exception where one of them could not be had. It may
+keep what it likes between calls (warm starts).
 
 ``needs``, where it has such an attribute, is a tuple of kinds of gradients (``anisoscope.capture.gradients.KINDS``, or
 "signal") that the monitor should fetch for it. The run, step, cell, site and name of a returned Curve are filled in.
 """
+
+OfModel: TypeAlias = Callable[[int], Mapping[Name, Estimate | Curve]]
+"""Called with the step at the end of each look, before it is stored; gives results about the model as a whole."""

@@ -61,7 +61,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """How a training ended. ``status`` is "finished", "paused" (``until`` was reached) or "diverged"."""
+    """How a training ended. ``status`` is "finished", "paused" (by ``until`` or ``stop``) or "diverged"."""
 
     status: str
     step: int
@@ -88,12 +88,13 @@ def train(
     progress: Callable[[Progress], None] | None = None,
     data: TrainingData | None = None,
     until: int | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> TrainResult:
     """Train one model of a recipe for one seed, into ``folder``: metrics, checkpoints, ``training.json``.
 
     ``resume`` goes on from the newest checkpoint in the folder. ``until`` stops after so many updates in all, with a
-    checkpoint, as if the power had been cut at a good moment. ``data`` saves preparing it again for another seed.
-    The global random generators are given back as they were.
+    checkpoint, as if the power had been cut at a good moment; ``stop`` is asked after every update whether to do so
+    now. ``data`` saves preparing it again for another seed. The global random generators are given back as they were.
     """
     model_spec = recipe.variant(variant) if isinstance(variant, str) else variant
     device = resolve_device(recipe.device)
@@ -109,7 +110,8 @@ def train(
         onlookers = Onlookers(observers)
         try:
             onlookers.attach(run.setting())
-            return run.to_the_end(onlookers, progress, recipe.optimisation.steps if until is None else until)
+            until = recipe.optimisation.steps if until is None else until
+            return run.to_the_end(onlookers, progress, until, stop or (lambda: False))
         finally:
             onlookers.close()
 
@@ -179,7 +181,13 @@ class _Run:
         found = load_checkpoint(newest_resumable(self.folder), self.model, self.optimiser, self.settings())
         self.step, self.tokens, self.seconds = found.step, found.tokens, found.seconds
 
-    def to_the_end(self, onlookers: Onlookers, progress: Callable[[Progress], None] | None, until: int) -> TrainResult:
+    def to_the_end(
+        self,
+        onlookers: Onlookers,
+        progress: Callable[[Progress], None] | None,
+        until: int,
+        stop: Callable[[], bool],
+    ) -> TrainResult:
         last = min(until, self.plan.steps)
         wanted = checkpoint_steps(self.recipe.checkpoints, self.plan.steps) | {last}
         status = "finished" if last == self.plan.steps else "paused"
@@ -209,8 +217,12 @@ class _Run:
                 )
                 if progress is not None:
                     progress(self._news(lr))
-                if self.step in wanted:
+                stopped = self.step < last and stop()
+                if self.step in wanted or stopped:
                     checkpoint = self._save()
+                if stopped:
+                    status = "paused"
+                    break
         self.notes += onlookers.notes
         return self._result(status, checkpoint)
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from anisoscope.errors import AnisoscopeError, OptionError, unknown_name
 from anisoscope.models.build import Architecture, Attention, Count, ModelSpec, check_heads
+from anisoscope.train.watch import MonitorPart, MonitorSpec
 
 EMBEDDED = "embedded"
 """The source that needs no file: the documentation inside Python."""
@@ -161,8 +162,8 @@ class Recipe(_Part):
     """Of the products under autocast; weights and optimiser are float32 in either case."""
     compile: bool | Literal["auto"] = False
     """True: torch.compile or an error. "auto": where it works."""
-    monitor: Mapping[str, Any] = Field(default_factory=dict)
-    """What is looked at while training; checked by the monitor."""
+    monitor: MonitorPart = MonitorSpec()
+    """What is looked at while training; ``false`` for nothing."""
 
     @model_validator(mode="after")
     def _fits(self) -> Recipe:
@@ -172,7 +173,7 @@ class Recipe(_Part):
             if twice:
                 raise ValueError(f"{label} {twice[0]!r} stands twice; each once")
         narrowest = min(self.models, key=lambda model: model.width)
-        for rank in _ranks(self.monitor):
+        for rank in self.monitor.ranks() if self.monitor is not None else ():
             if rank > narrowest.width:
                 raise ValueError(
                     f"monitor asks for rank {rank}, but model {narrowest.name!r} is {narrowest.width} wide; "
@@ -190,16 +191,6 @@ class Recipe(_Part):
     def describe(self) -> dict[str, Any]:
         """The whole recipe as plain values, defaults included, fit for YAML."""
         return self.model_dump(mode="json")
-
-
-def _ranks(monitor: Mapping[str, Any]) -> Iterator[int]:
-    """Whole numbers under the keys ``rank`` and ``ranks``, at any depth."""
-    for key, value in monitor.items():
-        if isinstance(value, Mapping):
-            yield from _ranks(value)
-        elif key in ("rank", "ranks"):
-            listed = value if isinstance(value, list | tuple) else [value]
-            yield from (one for one in listed if isinstance(one, int))
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -226,6 +217,14 @@ def load_recipe(path_or_name: str | Path) -> Recipe:
     return parse_recipe(text, str(path))
 
 
+def read_recipe_values(values: Mapping[str, Any], origin: str = "recipe") -> Recipe:
+    """A recipe from plain values, as ``describe`` gives them and a run keeps them."""
+    try:
+        return Recipe.model_validate(dict(values))
+    except ValidationError as error:
+        raise _explained(error, origin, None) from None
+
+
 def parse_recipe(text: str, origin: str = "recipe") -> Recipe:
     """A recipe from YAML text. ``origin`` stands before the messages of errors."""
     import yaml
@@ -246,24 +245,47 @@ def parse_recipe(text: str, origin: str = "recipe") -> Recipe:
 
 
 def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with values changed by dotted keys, ``{"optimisation.steps": 50, "models.0.width": 64}``, checked."""
+    """The recipe with values changed by dotted keys, checked like the file.
+
+    ``{"optimisation.steps": 50, "models.decoder.width": 64}``: a model is named, or counted from 0. A part that is
+    off, such as ``monitor.tangent``, is switched on by setting something in it.
+    """
     values = recipe.describe()
     for key, value in changes.items():
+        *way, last = key.split(".")
         inside: Any = values
-        *way, last = [int(part) if part.isdigit() else part for part in key.split(".")]
         for part in way:
-            try:
-                inside = inside[part]
-            except (KeyError, IndexError, TypeError):
-                raise OptionError(f"{key}: the recipe has no {part!r} there") from None
-        try:
-            inside[last] = value
-        except (IndexError, TypeError):
-            raise OptionError(f"{key}: the recipe has no {last!r} there") from None
+            place = _inside(key, inside, part)
+            if inside[place] is None:
+                inside[place] = {}
+            inside = inside[place]
+        if way[-1:] == ["schedule"]:
+            inside.clear()  # one of several: the new one is instead of the old one
+        if not isinstance(inside, dict | list):
+            raise _nothing_there(key, last)
+        at: Any = last if isinstance(inside, dict) else _inside(key, inside, last)
+        inside[at] = value
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         raise _explained(error, "changed recipe", None) from None
+
+
+def _inside(key: str, values: Any, part: str) -> Any:
+    """Where in a mapping or a list a part of a dotted key leads."""
+    if isinstance(values, dict) and part in values:
+        return part
+    if isinstance(values, list):
+        names = [one.get("name") if isinstance(one, dict) else None for one in values]
+        if part in names:
+            return names.index(part)
+        if part.isdigit() and int(part) < len(values):
+            return int(part)
+    raise _nothing_there(key, part)
+
+
+def _nothing_there(key: str, part: str) -> OptionError:
+    return OptionError(f"{key}: the recipe has no {part!r} there")
 
 
 def _explained(error: ValidationError, origin: str, tree: Any) -> AnisoscopeError:

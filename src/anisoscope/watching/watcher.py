@@ -1,0 +1,224 @@
+"""The monitor as an observer of a training: looks at the beginning, by schedule and at the end, and stores them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anisoscope.capture.losses import CausalLoss, MaskedLoss
+from anisoscope.estimate import Estimate
+from anisoscope.monitor import Monitor
+from anisoscope.monitoring.views import Analysis, Name
+from anisoscope.runs.files import explained, replacing
+from anisoscope.runs.records import Curve
+from anisoscope.runs.store import RunWriter
+from anisoscope.schedule import Last
+from anisoscope.text.batches import Batch
+from anisoscope.train.data import TrainingData
+from anisoscope.train.metrics import METRICS, read_metrics
+from anisoscope.train.observers import Setting
+from anisoscope.train.recipe import VariantSpec
+from anisoscope.train.watch import MonitorSpec
+from anisoscope.watching.schedules import schedule_of
+
+TANGENT = "tangent"
+STATES = "watching"
+"""The folder of what analyses remember from look to look, so that a resumed run goes on as if nothing had happened."""
+SHOWN = (("dim", "two_nn"), ("aniso", "spectral_ratio"), ("cos", "mean_cosine"))
+"""What a line of progress tells of a layer, and how it is called there."""
+
+
+class Watcher:
+    """Watches one training of a recipe, as ``monitor:`` in it says. Give it to ``train`` among its observers.
+
+    ``run`` is the store that looks go to, under ``cell``; None keeps only the last one in memory. Looks that the store
+    holds already, in a run that goes on, are not taken again.
+    """
+
+    def __init__(
+        self, spec: MonitorSpec, run: RunWriter | None = None, cell: str = "", *, strict: bool = False
+    ) -> None:
+        self.spec, self.run, self.cell, self.strict = spec, run, cell, strict
+        self.monitor: Monitor | None = None
+        self._losses: dict[int, float] = {}
+        self._analyses: dict[str, Any] = {}
+        self._looked: list[int] = []
+        self._middle = self._ratio = ""
+
+    def attach(self, setting: Setting) -> None:
+        """Build the monitor; look before the first step. What cannot be looked at raises here."""
+        self.monitor = self.build(setting)
+        if setting.step == 0:
+            self.monitor.look(0, 0)
+
+    def build(self, setting: Setting) -> Monitor:
+        """The monitor of a training, which says what it cannot look at."""
+        plan = setting.recipe.optimisation
+        self._batch_tokens = plan.batch_size * setting.recipe.data.sequence_length
+        self._looked = sorted(step for cell, step in (self.run.done() if self.run else ()) if cell == self.cell)
+        self._folder, self._analyses = setting.folder / STATES, self._make_analyses(setting)
+        self._middle = f"resid.{setting.variant.layers // 2}"
+        self._losses = _losses_so_far(setting.folder, setting.step)
+        self._remember()
+        before = Last(self._looked[-1], self._looked[-1] * self._batch_tokens) if self._looked else None
+        return Monitor(
+            setting.model,
+            probe=probe_of(setting.data, self.spec, plan.batch_size // plan.accumulation),
+            schedule=schedule_of(self.spec.schedule, plan.steps, before),
+            run=self.run,
+            cell=self.cell,
+            sites=self.spec.sites,
+            measures=self.spec.measures,
+            gradient_measures=self.spec.gradient_measures,
+            gradients=self.spec.gradients,
+            analyses=self._analyses,
+            loss=loss_of(setting.variant, setting.data),
+            optimizer=setting.optimiser,
+            vectors=self.spec.vectors,
+            autocast=torch.bfloat16 if setting.recipe.dtype == "bfloat16" else None,
+            seed=setting.seed,
+            strict=self.strict,
+            info=_info(setting),
+            of_model=self._at_look,
+        )
+
+    def before_step(self, step: int) -> None:
+        """An update is about to begin; where its change of the weights is wanted they are copied now."""
+        assert self.monitor is not None  # attached
+        self.monitor.before_step(step, step * self._batch_tokens)
+
+    def after_backward(self, step: int) -> None:
+        """Nothing: a look has a backward pass of its own."""
+
+    def after_step(self, step: int, loss: float, tokens: int) -> None:
+        """Look if a look is due."""
+        assert self.monitor is not None
+        self._losses[step] = loss
+        self.monitor.step(step, tokens)
+
+    def close(self) -> None:
+        """The training is over, however it ended."""
+        if self.monitor is not None:
+            self.monitor.close()
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """What went wrong in looks, one line each."""
+        return () if self.monitor is None else tuple(self.monitor.problems)
+
+    @property
+    def looks(self) -> int:
+        """How many looks there were, those before a run was resumed among them."""
+        return len(self._looked)
+
+    def geometry(self) -> str:
+        """The last look at the middle layer in a few words: ``dim 9.1 · aniso 0.21 · ratio 2.3``."""
+        if self.monitor is None:
+            return ""
+        asked = [*SHOWN[:2], ("ratio", self._ratio)] if self._ratio else SHOWN
+        found = [(label, self.monitor.latest(name, self._middle)) for label, name in asked if name]
+        return " · ".join(f"{label} {one.value:.3g}" for label, one in found if one is not None)
+
+    def _make_analyses(self, setting: Setting) -> dict[str, Any]:
+        options = self.spec.tangent
+        if options is None:
+            return {}
+        from anisoscope.monitoring.tangents import TangentAnalysis
+
+        self._ratio = f"{options.proxies[0]}.{options.gradients[0]}.ratio" if options.proxies else ""
+        return {
+            TANGENT: TangentAnalysis(
+                counts=setting.data.counts,
+                steps=setting.recipe.optimisation.steps,
+                seed=setting.seed,
+                **options.model_dump(),
+            )
+        }
+
+    def _at_look(self, step: int) -> dict[Name, Estimate | Curve]:
+        """At the end of a look: the training loss since the one before, and what analyses want to remember."""
+        since = self._looked[-1] if self._looked else 0
+        losses = [loss for at, loss in self._losses.items() if since < at <= step]
+        self._losses = {at: loss for at, loss in self._losses.items() if at > step}
+        self._looked.append(step)
+        self._write_states(step)
+        if not losses:
+            return {}
+        notes = ("no error bar: losses of consecutive updates", f"over {len(losses):,} updates")
+        value = math.fsum(losses) / len(losses)
+        return {"train_loss": Estimate(value=value, stderr=None, n=len(losses), method="mean loss", notes=notes)}
+
+    def _write_states(self, step: int) -> None:
+        """Before the look is stored: whatever happens in between, there is a state for the last stored look."""
+        states = {name: one.state_dict() for name, one in self._analyses.items() if _remembers(one)}
+        if not states or self.run is None:
+            return
+        with explained(self._folder):
+            self._folder.mkdir(exist_ok=True)
+            with replacing(self._folder / f"{step}.pt") as file:
+                torch.save(states, file)
+            for old in _states_in(self._folder)[:-2]:
+                (self._folder / f"{old}.pt").unlink(missing_ok=True)
+
+    def _remember(self) -> None:
+        """Give analyses back what they knew after the last stored look."""
+        known = [step for step in _states_in(self._folder) if self._looked and step <= self._looked[-1]]
+        if not known or not self._analyses:
+            return
+        with explained(self._folder, reading=True):
+            states = torch.load(self._folder / f"{known[-1]}.pt", weights_only=True)
+        for name, state in states.items():
+            if name in self._analyses:
+                self._analyses[name].load_state_dict(state)
+
+
+def probe_of(data: TrainingData, spec: MonitorSpec, rows: int) -> list[Batch]:
+    """The held-out windows of every look, cut into batches that a training pass would have room for."""
+    whole = data.probe(spec.sequences)
+    parts = [getattr(whole, name).split(rows) for name in ("ids", "mask", "special", "positions")]
+    return [Batch(*part) for part in zip(*parts, strict=True)]
+
+
+def loss_of(variant: VariantSpec, data: TrainingData) -> CausalLoss | MaskedLoss:
+    """The loss that the variant is trained with, which its class does not always tell: a Llama may wear no mask."""
+    return CausalLoss() if variant.objective == "causal" else MaskedLoss(mask_id=data.mask_id)
+
+
+def _info(setting: Setting) -> dict[str, Any]:
+    """What every look says of the training it belongs to."""
+    variant = setting.variant
+    return {
+        "model": variant.name,
+        "variant": variant.name,
+        "seed": setting.seed,
+        "family": variant.architecture,
+        "kind": "decoder" if variant.causal else "encoder",
+        "objective": variant.objective,
+        "attention": variant.attention,
+        "layers": variant.layers,
+        "width": variant.width,
+        "parameters": sum(parameter.numel() for parameter in setting.model.parameters()),
+        "steps": setting.recipe.optimisation.steps,
+    }
+
+
+def _losses_so_far(folder: Path, step: int) -> dict[int, float]:
+    """Losses of the updates before a run was stopped: the next look's mean goes back to the look before."""
+    if step == 0 or not (folder / METRICS).exists():
+        return {}
+    lines = read_metrics(folder)
+    return {line["step"]: line["loss"] for line in lines if line["step"] <= step and line.get("loss") is not None}
+
+
+def _remembers(analysis: Analysis) -> bool:
+    return hasattr(analysis, "state_dict") and hasattr(analysis, "load_state_dict")
+
+
+def _states_in(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    return sorted(int(file.stem) for file in folder.glob("*.pt") if file.stem.isdigit())
