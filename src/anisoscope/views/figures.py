@@ -10,6 +10,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from anisoscope.runs.records import Record, layer_of, site_order
+from anisoscope.views.construction import construction_figures, referee_figures
+from anisoscope.views.corrected import correct
+from anisoscope.views.frequency import frequency_figures
 from anisoscope.views.layout import (
     Style,
     axis_title,
@@ -27,7 +30,21 @@ from anisoscope.views.layout import (
     unit,
 )
 from anisoscope.views.panels import Axis, Figure, Heatmap, Line, Panel, Reference, Toggle
-from anisoscope.views.series import GROUPS, STREAM, Series, glossary, measure_order, measure_title, slice_order
+from anisoscope.views.seeds import band_words, pool_seeds, seed_lines, seed_toggles
+from anisoscope.views.series import (
+    GROUPS,
+    STREAM,
+    Series,
+    is_watched,
+    measure_group,
+    measure_order,
+    measure_title,
+    narrowed,
+    plain,
+    slice_order,
+)
+from anisoscope.views.shelf import Shelf
+from anisoscope.views.training import drift_figures, energy_figures, loss_figures
 
 __all__ = ["Axis", "Figure", "Heatmap", "Line", "Panel", "Reference", "Toggle", "build_figures"]
 
@@ -46,14 +63,44 @@ CURVES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Share of the variance by rank, largest first. A first point far above the rest is one dominant direction; "
             "a straight line on these axes is a power law.",
         ),
+        "seminmf ratio against rank": (
+            "Energy ratio against rank",
+            "The energy ratio of semi-NMF for other ranks, at the last step. A ratio that holds over ranks does not "
+            "hang on the one that was chosen.",
+        ),
     }
 )
 
 
 def build_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
-    """Every figure that the records can fill, in the order of the report."""
-    series = [one for one in series if one.measured]
-    return (*profiles(series), *over_steps(series), *heatmaps(series), *curves(series))
+    """Every figure that the records can fill, in the order of the report; seeds of one variant are pooled."""
+    series = pool_seeds([one for one in series if one.measured])
+    shelves = [Shelf(one) for one in series if is_watched(one)]
+    rest = [one for one in map(plain, series) if one.measured]
+    geometry = (*profiles(rest), *over_steps(rest), *heatmaps(rest))
+    if not shelves:
+        return (*geometry, *curves(series))
+    return (
+        *loss_figures(shelves),
+        *geometry,
+        *energy_figures(shelves, correct(series)),
+        *frequency_figures(shelves),
+        *construction_figures(shelves),
+        *drift_figures(shelves),
+        *referee_figures(shelves),
+        *curves(series),
+    )
+
+
+def by_subject(series: Sequence[Series]) -> list[tuple[str, list[Series]]]:
+    """The geometry of states, and that of gradients, apart: pairs of the ending of a figure's key and its series."""
+    found = []
+    for ending, wanted in (("", False), ("-gradients", True)):
+        mine = [narrowed(one, lambda r, w=wanted: (measure_group(r.measure) == "gradients") == w) for one in series]  # type: ignore[misc]
+        mine = [one for one in mine if len(one.steps) > 1]
+        if mine:
+            found.append((ending, mine))
+    return found
 
 
 def profiles(series: Sequence[Series]) -> tuple[Figure, ...]:
@@ -79,8 +126,7 @@ def profiles(series: Sequence[Series]) -> tuple[Figure, ...]:
                 if part:
                     x = [place(tags["model"], record.site) for record in part]
                     lines.append(style.dress(record_line(part, x, tags["model"], joined=joined), tags))
-        group = glossary().get(measure, {}).get("group", "other")
-        panels.setdefault(group, []).append(
+        panels.setdefault(measure_group(measure), []).append(
             Panel(
                 key=f"profile-{measure}",
                 title=measure_title(measure),
@@ -112,54 +158,67 @@ def profiles(series: Sequence[Series]) -> tuple[Figure, ...]:
 
 def over_steps(series: Sequence[Series]) -> tuple[Figure, ...]:
     """Measures over training steps, for a few layers from the first to the last."""
-    chosen = [one for one in series if len(one.steps) > 1]
-    if not chosen:
-        return ()
-    place, axis = step_axis(sorted({step for one in chosen for step in one.steps}))
+    return tuple(_over_steps(mine, ending) for ending, mine in by_subject(series))
+
+
+def _over_steps(chosen: Sequence[Series], ending: str) -> Figure:
+    every = [one for pooled in chosen for one in (pooled, *pooled.members)]
+    place, axis = step_axis(sorted({step for one in every for step in one.steps}))
     slices = unique((record.slice for one in chosen for record in one.records), slice_order)
     style = Style(model=unique(one.label for one in chosen), slice=slices)
     panels = []
     ends = ("", "")
     for one in chosen:
-        table: dict[tuple[str, str, str], list[Record]] = {}
-        for record in one.records:
-            table.setdefault((record.measure, record.slice, record.site), []).append(record)
+        tables = [_by_place(member) for member in (one, *one.members)]
         sites = few(stream_sites(one.records), STEP_LINES)
         ends = (sites[0], sites[-1])
         for measure in unique((record.measure for record in one.records), measure_order):
-            lines = []
+            lines: list[Line] = []
             for slice in slices:
                 for number, site in enumerate(sites):
-                    mine = table.get((measure, slice, site))
-                    if mine:
+                    found = [table.get((measure, slice, site), []) for table in tables]
+                    if found[0]:
                         shade = number / max(1, len(sites) - 1)
-                        line = record_line(mine, [place(record.step) for record in mine], one.label)
+                        labels = [member.label for member in (one, *one.members)]
+                        drawn = [
+                            record_line(mine, [place(record.step) for record in mine], label)
+                            for mine, label in zip(found, labels)
+                        ]
                         tags = {"slice": slice, "model": one.label}
-                        lines.append(replace(line, name=site, shade=shade, tags=tags, visible=slice == slices[0]))
+                        line = replace(drawn[0], name=site, shade=shade, tags=tags, visible=slice == slices[0])
+                        lines += seed_lines(one, line, drawn[1:])
             title = measure_title(measure) + (f" · {one.label}" if len(chosen) > 1 else "")
             key = f"steps-{measure}" + (f"-{one.label}" if len(chosen) > 1 else "")
             y = Axis(title=axis_title(measure))
             panels.append(
                 Panel(key=key, title=title, x=axis, y=y, lines=tuple(lines), references=references(measure, [one]))
             )
-    return (
-        Figure(
-            key="steps",
-            title="Over training steps",
-            caption="A few layers from the first to the last, with 95 % bands. Look for when a layer starts to move, "
-            "and whether early and late layers move together.",
-            panels=tuple(panels),
-            toggles=style.only("slice"),
-            shades=ends,
-        ),
+    bands = "with 95 % bands. " if not any(one.variant for one in chosen) else ""
+    said = "" if bands else band_words(chosen, (record for one in chosen for record in one.records))
+    return Figure(
+        key=f"steps{ending}",
+        title="Gradients over training steps" if ending else "Over training steps",
+        caption=f"A few layers from the first to the last{', ' if bands else '. '}{bands}Look for when a layer starts "
+        f"to move, and whether early and late layers move together. {said}".strip(),
+        panels=tuple(panels),
+        toggles=(*style.only("slice"), *seed_toggles(chosen)),
+        shades=ends,
     )
+
+
+def _by_place(one: Series) -> dict[tuple[str, str, str], list[Record]]:
+    table: dict[tuple[str, str, str], list[Record]] = {}
+    for record in one.records:
+        table.setdefault((record.measure, record.slice, record.site), []).append(record)
+    return table
 
 
 def heatmaps(series: Sequence[Series]) -> tuple[Figure, ...]:
     """Layer by step: one panel for each measure, slice and model."""
-    chosen = [one for one in series if len(one.steps) > 1]
-    if not chosen:
-        return ()
+    return tuple(_heatmaps(mine, ending) for ending, mine in by_subject(series))
+
+
+def _heatmaps(chosen: Sequence[Series], ending: str) -> Figure:
     slices = unique((record.slice for one in chosen for record in one.records), slice_order)
     style = Style(model=[one.label for one in chosen], slice=slices)
     panels = []
@@ -187,14 +246,14 @@ def heatmaps(series: Sequence[Series]) -> tuple[Figure, ...]:
                     )
                 )
     caption = "Each row a layer, each column a step; columns are evenly spaced whatever the distance of the steps."
-    return (
-        Figure(
-            key="heatmaps",
-            title="Layer by step",
-            caption=caption + " Look for fronts: changes that begin in some layers and travel.",
-            panels=tuple(panels),
-            toggles=style.only("slice"),
-        ),
+    counts = sorted({len(one.members) for one in chosen if one.members})
+    means = f" Values are means over {' or '.join(map(str, counts))} seeds." if counts else ""
+    return Figure(
+        key=f"heatmaps{ending}",
+        title="Gradients by layer and step" if ending else "Layer by step",
+        caption=caption + " Look for fronts: changes that begin in some layers and travel." + means,
+        panels=tuple(panels),
+        toggles=style.only("slice"),
     )
 
 
@@ -220,7 +279,7 @@ def curves(series: Sequence[Series]) -> tuple[Figure, ...]:
             panels.append(
                 Panel(
                     key=f"curve-{name}" + (f"-{one.label}" if len(last) > 1 else ""),
-                    title=one.label if len(last) > 1 else name[:1].upper() + name[1:],
+                    title=f"{one.label}{_seed_said(one)}" if len(last) > 1 else name[:1].upper() + name[1:],
                     x=Axis(
                         title=named[0].x_label or "x",
                         log=log_x,
@@ -244,3 +303,8 @@ def curves(series: Sequence[Series]) -> tuple[Figure, ...]:
             )
         )
     return tuple(figures)
+
+
+def _seed_said(one: Series) -> str:
+    """Curves are not averaged: those of the first seed stand for the others, and say so."""
+    return f", seed {one.members[0].seed}" if one.members else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from anisoscope.runs.records import Curve, Record, layer_of, site_order
 from anisoscope.views.panels import Axis, Line, Reference, Toggle
-from anisoscope.views.series import ENDS, STREAM, Series, glossary, interval_words, is_stream, measure_title, with_error
+from anisoscope.views.series import ENDS, STREAM, Series, entry_of, interval_words, is_stream, measure_title, with_error
 
 WRAP = 58  # characters in a line of hover text
 CURVE_POINTS = 120  # points of a curve that are drawn; a spectrum has one for each column of the model
@@ -146,8 +146,15 @@ def step_axis(steps: Sequence[int]) -> tuple[Callable[[int], float], Axis]:
     return place, Axis(title="step (log)", ticks=tuple(order), labels=tuple(ticks[at] for at in order))
 
 
-def record_line(records: Sequence[Record], x: Sequence[float], label: str, *, joined: bool = True) -> Line:
-    """The line through some records, with 95 % intervals and hover texts."""
+def record_line(
+    records: Sequence[Record],
+    x: Sequence[float],
+    label: str,
+    *,
+    joined: bool = True,
+    more: Callable[[Record], str] = lambda record: "",
+) -> Line:
+    """The line through some records, with 95 % intervals and hover texts; ``more`` adds lines to these."""
     order = sorted(range(len(records)), key=lambda i: x[i])
     intervals = [records[i].estimate.interval() for i in order]
     return Line(
@@ -156,12 +163,12 @@ def record_line(records: Sequence[Record], x: Sequence[float], label: str, *, jo
         y=tuple(records[i].estimate.value for i in order),
         lower=tuple(interval and interval[0] for interval in intervals),
         upper=tuple(interval and interval[1] for interval in intervals),
-        hover=tuple(hover_text(records[i], label) for i in order),
+        hover=tuple(hover_text(records[i], label, more(records[i])) for i in order),
         joined=joined,
     )
 
 
-def hover_text(record: Record, label: str) -> str:
+def hover_text(record: Record, label: str, more: str = "") -> str:
     """What a point says of itself: place, value, interval, population, number of rows, method, notes. Lines of text."""
     e = record.estimate
     lines = [
@@ -171,6 +178,7 @@ def hover_text(record: Record, label: str) -> str:
     interval = interval_words(e)
     if interval:
         lines.append(f"95 % interval: {interval}, over {e.over}")
+    lines += filter(None, more.split("\n"))
     lines += [f"{name}: {part.value:.3g}" for name, part in e.parts.items() if name.startswith("sd over")]
     lines.append(f"n = {e.n:,}" + (f" · step {record.step:,}" if record.step else ""))
     lines += textwrap.wrap(e.method, WRAP)[:2]
@@ -222,17 +230,17 @@ def references(measure: str, series: Sequence[Series]) -> tuple[Reference, ...]:
 
 def unit(measure: str) -> str:
     """The unit of a measure, empty for most."""
-    return glossary().get(measure, {}).get("unit", "")
+    return entry_of(measure).get("unit", "")
 
 
 def axis_title(measure: str) -> str:
     """The title of the axis of a measure."""
-    words = measure_title(measure).split(" ") if measure in glossary() else [measure]
+    words = measure_title(measure).split(" ") if entry_of(measure) else [measure]
     name = " ".join(word.lower() if word[1:].islower() else word for word in words)
     return f"{name} ({unit(measure)})" if unit(measure) else name
 
 
 def direction(measure: str) -> str:
     """What a higher value means."""
-    higher = glossary().get(measure, {}).get("higher")
+    higher = entry_of(measure).get("higher")
     return f"higher: {higher}" if higher else ""

@@ -100,3 +100,13 @@ class Figure:
     panels: tuple[Panel | Heatmap, ...]
     toggles: tuple[Toggle, ...] = ()
     shades: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A small table of words. The first cell of a row is its head; a cell of several lines is a tuple."""
+
+    key: str
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str | tuple[str, ...], ...], ...]

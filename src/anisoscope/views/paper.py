@@ -99,7 +99,9 @@ def draw(panel: Panel | Heatmap, width_inches: float = COLUMN_INCHES) -> Any:
 
 
 def _draw_lines(axes: Axes, panel: Panel) -> None:
-    lines = panel.lines if len(panel.lines) <= MOST_LINES else [line for line in panel.lines if line.visible]
+    # Single seeds and other proxies are for the page, where a switch shows them; paper has the means.
+    paper = [line for line in panel.lines if line.visible or not {"seeds", "proxy"} & set(line.tags)]
+    lines = paper if len(paper) <= MOST_LINES else [line for line in paper if line.visible]
     # Layers as ordered colours, slices as toggles: on paper one slice a figure.
     if any(line.shade is not None for line in lines):
         lines = [line for line in lines if line.visible]

@@ -16,9 +16,24 @@ from anisoscope.runs.files import explained, replacing
 from anisoscope.runs.reader import RunReader
 from anisoscope.runs.records import Record
 from anisoscope.views import interactive, paper
+from anisoscope.views.corrected import Tests, correct
 from anisoscope.views.figures import build_figures
-from anisoscope.views.panels import Figure, Heatmap
-from anisoscope.views.series import GROUPS, Series, glossary, measure_order, measure_title, read_series
+from anisoscope.views.names import tangent
+from anisoscope.views.panels import Figure, Table
+from anisoscope.views.sections import build_sections
+from anisoscope.views.seeds import pool_seeds
+from anisoscope.views.series import (
+    GROUPS,
+    Series,
+    entry_of,
+    is_watched,
+    measure_order,
+    measure_title,
+    plain,
+    read_series,
+)
+from anisoscope.views.shelf import Shelf
+from anisoscope.views.story import training_findings
 from anisoscope.views.summary import (
     BIASED_ABOVE,
     DIMENSIONS,
@@ -29,19 +44,20 @@ from anisoscope.views.summary import (
     p_words,
     read_profiles,
 )
+from anisoscope.views.verdicts import (
+    construction_words,
+    correlation_tables,
+    energy_words,
+    fact_tables,
+    referee_table,
+    referee_words,
+    verdicts,
+)
 
 WORDS = ("model", "step", "site", "measure", "slice", "over", "method")
 NUMBERS = ("value", "stderr", "half", "n", "part")
 MOST_PARTS = 20_000  # companions of values are listed too as long as the table stays below this many rows
 MOST_FAILURES = 200
-SECTIONS = (
-    ("profiles-", "Layer profiles"),
-    ("steps", "Over training"),
-    ("heatmaps", "Layer by step"),
-    ("curve-dimension against scale", "Dimension against scale"),
-    ("curve-spectrum", "Spectra"),
-    ("curve-", "Other curves"),
-)
 
 
 def write_report(
@@ -87,8 +103,12 @@ def render(
         import jinja2
     except ModuleNotFoundError:
         raise OptionError('a report needs jinja2, which is not installed: pip install "anisoscope[report]"') from None
-    profiles = read_profiles(series)
-    measured = [one for one in series if one.measured]
+    shown = pool_seeds(series)
+    rest = [plain(one) for one in shown]
+    profiles = read_profiles(rest)
+    measured = [one for one in shown if one.measured]
+    training = [Shelf(one) for one in shown if is_watched(one)]
+    tests = correct(shown)
     panels = [panel for figure in figures for panel in interactive.figure_json(figure)]
     rows, left_out = table_rows(series)
     values = sum(len(one.records) for one in series)
@@ -107,14 +127,14 @@ def render(
         title=title or _title(measured or series),
         headline=headline(series),
         facts=_facts(measured or series),
-        findings=findings(series, profiles),
+        findings=training_findings(training, tests) | findings(rest, profiles),
         overs=_populations(series),
         shapes=_shape_rows(profiles, several=len(measured) > 1),
         tested=sum(profile.shape is not None for profile in profiles),
-        comparison=comparison(measured, profiles) if len(measured) > 1 else [],
+        comparison=comparison([one for one in rest if one.measured], profiles) if len(measured) > 1 else [],
         biased=any(p.measure in DIMENSIONS and p.highest.estimate.value > BIASED_ABOVE for p in profiles),
         several=len(series) > 1,
-        sections=_sections(figures),
+        sections=build_sections(figures, *_words_and_tables(training, tests), training=bool(training)),
         failures=failures[:MOST_FAILURES],
         more_failures=max(0, len(failures) - MOST_FAILURES),
         values=values,
@@ -129,6 +149,22 @@ def render(
         plotly=interactive.packed_plotly() if panels else "",
         program=interactive.pack_json(program),
     )
+
+
+def _words_and_tables(training: Sequence[Shelf], tests: Tests) -> tuple[dict[str, list[str]], dict[str, list[Table]]]:
+    """Sentences and small tables by the section they stand in."""
+    found = verdicts(training)
+    words = {
+        "Gradient energy along proxies": energy_words(training, tests),
+        "What could be a construction": construction_words(training, tests),
+        "The referee": referee_words(found),
+    }
+    tables = {
+        "By token frequency": correlation_tables(training),
+        "Drift of proxies": fact_tables(training),
+        "The referee": referee_table(found),
+    }
+    return words, tables
 
 
 def table_rows(series: Sequence[Series]) -> tuple[list[dict[str, Any]], int]:
@@ -172,14 +208,15 @@ def _facts(series: Sequence[Series]) -> list[tuple[str, str]]:
         ("model", "Model"),
         ("layers", "Layers"),
         ("width", "Width"),
-        ("tokens", "Tokens"),
+        ("tokens", "Training tokens" if any(map(is_watched, series)) else "Tokens"),
         ("corpus", "Text"),
         ("date", "Measured"),
     ):
         values = dict.fromkeys(_fact(one.facts[key]) for one in series if one.facts.get(key) is not None)
         if values:
             found.append((name, ", ".join(values)))
-    return found
+    seeds = sorted({member.seed for one in series for member in one.members or (one,) if member.seed is not None})
+    return [*found, ("Seeds", ", ".join(map(str, seeds)))] if seeds else found
 
 
 def _populations(series: Sequence[Series]) -> list[str]:
@@ -219,47 +256,20 @@ def _shape_rows(profiles: Sequence[Profile], several: bool) -> list[dict[str, st
     return rows
 
 
-def _sections(figures: Sequence[Figure]) -> list[dict[str, Any]]:
-    """Figures under their headings. Panels are numbered through the page, as the program finds them."""
-    number = 0
-    found: dict[str, dict[str, Any]] = {}
-    for figure in figures:
-        name = next(name for start, name in SECTIONS if figure.key.startswith(start))
-        section = found.setdefault(name, {"name": name, "id": name.lower().replace(" ", "-"), "figures": []})
-        panels = []
-        for panel in figure.panels:
-            heat = isinstance(panel, Heatmap)
-            panels.append(
-                {
-                    "number": number,
-                    "title": panel.title,
-                    "note": "" if isinstance(panel, Heatmap) else panel.note,
-                    "aria": f"{'Heat map' if heat else 'Line chart'} of {panel.title} by {panel.x.title}",
-                    "visible": panel.visible if isinstance(panel, Heatmap) else True,
-                    "tags": json.dumps(dict(panel.tags)) if isinstance(panel, Heatmap) else "{}",
-                }
-            )
-            number += 1
-        section["figures"].append({"figure": figure, "panels": panels})
-    for section in found.values():
-        drawn = [entry["figure"] for entry in section["figures"]]
-        section["shared"] = len({(figure.caption, figure.toggles, figure.shades) for figure in drawn}) == 1
-    order = [name for _, name in SECTIONS]
-    return sorted(found.values(), key=lambda section: order.index(section["name"]))
-
-
 def _definitions(series: Sequence[Series]) -> list[dict[str, str]]:
     """The glossary of the measures on the page, those that failed too. Formulas are HTML of ours, so marked safe."""
     from markupsafe import Markup
 
     names = {r.measure for one in series for r in one.records} | {f.measure for one in series for f in one.failures}
-    found = []
+    found: dict[str, dict[str, str]] = {}
     for name in sorted(names, key=measure_order):
-        entry = glossary().get(name)
+        parts, entry = tangent(name), entry_of(name)
         if entry:
-            group = GROUPS[entry["group"]]
-            found.append({"name": name, "group": group} | entry | {"formula": Markup(entry["formula"])})
-    return found
+            # One definition serves every proxy and gradient.
+            known = f"….{parts.what}" if parts else name
+            found[known] = {"name": known, "group": GROUPS[entry["group"]]} | entry
+            found[known]["formula"] = Markup(entry["formula"])
+    return list(found.values())
 
 
 def _source(run: RunReader) -> dict[str, Any]:

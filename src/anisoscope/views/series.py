@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
 from anisoscope.estimate import Estimate
 from anisoscope.runs.reader import RunReader
 from anisoscope.runs.records import Curve, Failure, Record, layer_of, site_order
+from anisoscope.views.names import MODEL_SITE, is_analysis, tangent
 
 STREAM = "resid"
 ENDS = ("embed", "final_norm")
@@ -23,6 +24,9 @@ GROUPS = {
     "dimension": "Intrinsic dimension",
     "local": "Local geometry",
     "paths": "Paths and maps",
+    "gradients": "Gradients",
+    "training": "Training",
+    "tangent": "Tangent analysis",
     "other": "Other measures",
 }
 
@@ -38,13 +42,21 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Everything measured on one model, with the facts known of it (model, layers, width, tokens, corpus, date)."""
+    """Everything measured on one model, with the facts known of it (model, layers, width, tokens, corpus, date).
+
+    A model trained from several seeds has one series for each, with the same ``variant`` and ``run``. Their mean is a
+    series too; ``members`` then holds what it is the mean of.
+    """
 
     label: str
     records: tuple[Record, ...]
     curves: tuple[Curve, ...] = ()
     failures: tuple[Failure, ...] = ()
     facts: Mapping[str, Any]
+    run: str = ""
+    variant: str = ""
+    seed: int | None = None
+    members: tuple[Series, ...] = ()
 
     @property
     def steps(self) -> list[int]:
@@ -86,9 +98,14 @@ def read_series(runs: Iterable[RunReader]) -> list[Series]:
                 facts["model"] = cell
             label = name if len(cells) == 1 else cell or "no cell" if len(runs) == 1 else f"{name} · {cell}"
             mine = [record for record in records if record.cell == cell]
+            last = info[-1] if info else {}
+            variant, seed = last.get("variant"), last.get("seed")
             found.append(
                 Series(
                     label=label,
+                    run=name if len(runs) > 1 else "",
+                    variant=variant if isinstance(variant, str) else "",
+                    seed=seed if isinstance(seed, int) and not isinstance(seed, bool) else None,
                     records=tuple(sorted(mine, key=reading_order)),
                     curves=tuple(curve for curve in curves if curve.cell == cell),
                     failures=tuple(failure for failure in failures if failure.cell == cell),
@@ -96,6 +113,22 @@ def read_series(runs: Iterable[RunReader]) -> list[Series]:
                 )
             )
     return found
+
+
+def narrowed(one: Series, keep: Callable[[Record], bool]) -> Series:
+    """A series with some of its records only, and so are the series it is the mean of."""
+    members = tuple(narrowed(member, keep) for member in one.members)
+    return replace(one, records=tuple(filter(keep, one.records)), members=members)
+
+
+def plain(one: Series) -> Series:
+    """A series without what has figures of its own: the loss of the whole model, and the tangent analysis."""
+    return narrowed(one, lambda record: record.site != MODEL_SITE and not is_analysis(record.measure))
+
+
+def is_watched(one: Series) -> bool:
+    """Whether a series comes from a training that was watched: it has a loss, or a tangent analysis."""
+    return any(record.site == MODEL_SITE or is_analysis(record.measure) for record in one.records)
 
 
 def find_facts(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -134,21 +167,42 @@ def slice_order(name: str) -> tuple[bool, str]:
 
 @functools.cache
 def glossary() -> dict[str, dict[str, str]]:
-    """What each measure means, in words, by name."""
-    return dict(json.loads((resources.files("anisoscope.views") / "static" / "measures.json").read_text("utf-8")))
+    """What each measure means, in words, by name; of rows of activations, and of rows of gradients."""
+    known = dict(json.loads((resources.files("anisoscope.views") / "static" / "measures.json").read_text("utf-8")))
+    of_rows = [name for name, entry in known.items() if entry["group"] not in ("gradients", "training", "tangent")]
+    for name in of_rows:
+        entry = known[name]
+        known[f"gradient_{name}"] = entry | {
+            "title": f"{entry['title']} of gradients",
+            "group": "gradients",
+            "says": f"The same measure, on the rows of dL/dh in place of h. {entry['says']}",
+        }
+    return known
+
+
+def entry_of(name: str) -> dict[str, str]:
+    """The entry of a measure in the glossary; a number of the tangent analysis goes by what it is of any proxy."""
+    parts = tangent(name)
+    return glossary().get(name) or glossary().get(f"tangent.{parts.what}" if parts else "", {})
+
+
+def measure_group(name: str) -> str:
+    """The group of a measure, a key of GROUPS."""
+    return entry_of(name).get("group", "other")
 
 
 @functools.cache
 def measure_order(name: str) -> tuple[int, int, str]:
     """Sort key of measures: by group, then as the glossary lists them, then by name."""
     known = list(glossary())
-    group = glossary().get(name, {}).get("group", "other")
-    return (list(GROUPS).index(group), known.index(name) if name in known else len(known), name)
+    return (list(GROUPS).index(measure_group(name)), known.index(name) if name in known else len(known), name)
 
 
 def measure_title(name: str) -> str:
     """The name of a measure for people."""
-    return glossary().get(name, {}).get("title", name)
+    parts = tangent(name)
+    title = entry_of(name).get("title", parts.what if parts else name)
+    return f"{title} ({parts.title})" if parts else title
 
 
 def is_stream(site: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from anisoscope.views.layout import stream_sites, unique, unit
 from anisoscope.views.series import (
     Series,
     digits_of,
+    is_watched,
     measure_order,
     measure_title,
     slice_order,
@@ -86,6 +88,8 @@ def headline(series: Sequence[Series]) -> str:
     numbers = sum(len(one.records) for one in series)
     if not numbers:
         return "No number was measured."
+    if any(map(is_watched, series)):
+        return _watched_headline(series, numbers)
     measures = len({record.measure for one in series for record in one.records})
     steps = len({step for one in series for step in one.steps})
     sites = len({record.site for one in series for record in one.records})
@@ -97,6 +101,20 @@ def headline(series: Sequence[Series]) -> str:
     text += f"{' of' if text else ', on'} {corpora[0]}" if len(corpora) == 1 else ""
     noun = "measure" if measures == 1 else "measures"
     return f"{measures} {noun} of geometry in {where}{when}{text}: {numbers:,} numbers with their error bars."
+
+
+def _watched_headline(series: Sequence[Series], numbers: int) -> str:
+    models = len({(one.run, one.variant or one.label) for one in series})
+    steps = sorted({step for one in series for step in one.steps})
+    what = f"{models} models" if models > 1 else "One model"
+    seeds = max(Counter((one.run, one.variant) for one in series if one.variant).values(), default=1)
+    several = f" from {seeds} seeds{' each' if models > 1 else ''}" if seeds > 1 else ""
+    when = (
+        f"at {len(steps)} steps from {steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"once, at step {steps[0]:,}"
+    )
+    corpora = unique(str(one.facts["corpus"]) for one in series if one.facts.get("corpus"))
+    text = f" on {corpora[0]}" if len(corpora) == 1 else ""
+    return f"{what} watched while training{several}{text}, {when}: {numbers:,} numbers with their error bars."
 
 
 def findings(series: Sequence[Series], profiles: Sequence[Profile]) -> dict[str, list[tuple[str, str]]]:

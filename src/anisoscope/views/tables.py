@@ -11,7 +11,7 @@ from rich.table import Table
 
 from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Probe, Record, site_order
-from anisoscope.views.series import FIRST_SLICE, Series, measure_order
+from anisoscope.views.series import FIRST_SLICE, Series, measure_group, measure_order, plain
 
 SURPRISE = 4.0  # standard errors from the truth that call for a second look
 
@@ -82,8 +82,13 @@ def estimate_table(estimates: Mapping[str, Estimate], title: str) -> Table:
 
 
 def layer_table(series: Series) -> Table:
-    """Sites by measures of one model at its last step, over all tokens. Errors stand in the report: here is no room."""
-    records = [record for record in series.last() if record.slice == FIRST_SLICE]
+    """Sites by measures of one model at its last step, over all tokens. Errors stand in the report: here is no room.
+
+    For the same reason a watched training shows its geometry alone, not its gradients and its tangent analysis.
+    """
+    every = [record for record in series.last() if record.slice == FIRST_SLICE]
+    records = [r for r in plain(series).last() if r.slice == FIRST_SLICE and measure_group(r.measure) != "gradients"]
+    records = records or every
     names = sorted({record.measure for record in records}, key=measure_order)
     sites = sorted({record.site for record in records}, key=site_order)
     found = {(record.site, record.measure): record.estimate for record in records}

@@ -1,0 +1,85 @@
+"""The sections of a report: figures under their headings, with sentences before them and small tables after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anisoscope.views.panels import Figure, Heatmap, Table
+
+# The section of a figure, by how its key begins; the first that fits.
+SECTIONS = (
+    ("loss", "Loss"),
+    ("steps-gradients", "Gradients over training"),
+    ("heatmaps-gradients", "Gradients over training"),
+    ("profiles-", "Layer profiles"),
+    ("steps", "Over training"),
+    ("heatmaps", "Layer by step"),
+    ("energy", "Gradient energy along proxies"),
+    ("frequency", "By token frequency"),
+    ("construction", "What could be a construction"),
+    ("drift", "Drift of proxies"),
+    ("referee", "The referee"),
+    ("curve-dimension against scale", "Dimension against scale"),
+    ("curve-spectrum", "Spectra"),
+    ("curve-", "Other curves"),
+)
+# A training is read from its loss on; how the layers of its last step look comes after how they came to be.
+TRAINING_ORDER = (
+    "Loss",
+    "Over training",
+    "Layer by step",
+    "Layer profiles",
+    "Gradient energy along proxies",
+    "By token frequency",
+    "What could be a construction",
+    "Drift of proxies",
+    "The referee",
+    "Gradients over training",
+)
+
+
+def build_sections(
+    figures: Sequence[Figure],
+    words: Mapping[str, Sequence[str]],
+    tables: Mapping[str, Sequence[Table]],
+    *,
+    training: bool = False,
+) -> list[dict[str, Any]]:
+    """Every section in order. Panels are numbered through the page, as the program finds them."""
+    number = 0
+    found: dict[str, dict[str, Any]] = {}
+    for figure in figures:
+        name = next(name for start, name in SECTIONS if figure.key.startswith(start))
+        panels = []
+        for panel in figure.panels:
+            heat = isinstance(panel, Heatmap)
+            panels.append(
+                {
+                    "number": number,
+                    "title": panel.title,
+                    "note": "" if isinstance(panel, Heatmap) else panel.note,
+                    "aria": f"{'Heat map' if heat else 'Line chart'} of {panel.title} by {panel.x.title}",
+                    "visible": panel.visible if isinstance(panel, Heatmap) else True,
+                    "tags": json.dumps(dict(panel.tags)) if isinstance(panel, Heatmap) else "{}",
+                }
+            )
+            number += 1
+        _section(found, name)["figures"].append({"figure": figure, "panels": panels})
+    for name, sentences in words.items():
+        if sentences:
+            _section(found, name)["words"] = list(sentences)
+    for name, mine in tables.items():
+        if mine:
+            _section(found, name)["tables"] = list(mine)
+    for section in found.values():
+        drawn = [entry["figure"] for entry in section["figures"]]
+        section["shared"] = len({(figure.caption, figure.toggles, figure.shades) for figure in drawn}) == 1
+    order = list(dict.fromkeys((*(TRAINING_ORDER if training else ()), *(name for _, name in SECTIONS))))
+    return sorted(found.values(), key=lambda section: order.index(section["name"]))
+
+
+def _section(found: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    new = {"name": name, "id": name.lower().replace(" ", "-"), "figures": [], "words": [], "tables": []}
+    return found.setdefault(name, new)

@@ -1,0 +1,144 @@
+"""Seeds: the mean over models that differ in their seed only, with Student's interval over seeds."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from anisoscope.estimate import Estimate
+from anisoscope.runs.records import Record
+from anisoscope.views.names import UNPOOLED, tangent
+from anisoscope.views.panels import Line, Toggle
+from anisoscope.views.series import Series, reading_order
+
+EACH = "each seed"
+
+
+def pool_seeds(series: Sequence[Series]) -> list[Series]:
+    """The series, with those of one variant that differ in their seed replaced by one series of their means.
+
+    A mean is taken only at steps that all seeds share, and only of numbers that all of them have there. Seeds with
+    hardly a step in common (the last one has just begun) stay as they are.
+    """
+    groups: dict[tuple[str, str], list[Series]] = {}
+    for one in series:
+        if one.variant and one.seed is not None and one.records:
+            groups.setdefault((one.run, one.variant), []).append(one)
+    found: list[Series] = []
+    for one in series:
+        mine = groups.get((one.run, one.variant), [])
+        if not any(one is other for other in mine) or not _poolable(mine):
+            found.append(one)
+        elif one is mine[0]:
+            found.append(_pooled(mine))
+    return found
+
+
+def _poolable(mine: Sequence[Series]) -> bool:
+    different = len({one.seed for one in mine}) == len(mine) > 1
+    return different and len(_common(mine)) >= min(2, max(len(one.steps) for one in mine))
+
+
+def _common(mine: Sequence[Series]) -> set[int]:
+    return set.intersection(*(set(one.steps) for one in mine))
+
+
+def _pooled(mine: Sequence[Series]) -> Series:
+    tables = [{(r.step, r.site, r.measure, r.slice): r for r in one.records} for one in mine]
+    seeds = [one.seed for one in mine if one.seed is not None]
+    records = []
+    for key, record in tables[0].items():
+        name = tangent(record.measure)
+        if (name is None or name.what not in UNPOOLED) and all(key in table for table in tables):
+            values = [table[key].estimate for table in tables]
+            records.append(replace(record, estimate=mean_over_seeds(values, seeds), cell=""))
+    first = mine[0]
+    return Series(
+        label=f"{first.run} · {first.variant}" if first.run else first.variant,
+        records=tuple(sorted(records, key=reading_order)),
+        curves=first.curves,
+        failures=tuple(failure for one in mine for failure in one.failures),
+        facts=dict(first.facts) | {"model": first.variant},
+        run=first.run,
+        variant=first.variant,
+        members=tuple(mine),
+    )
+
+
+def mean_over_seeds(estimates: Sequence[Estimate], seeds: Sequence[int]) -> Estimate:
+    """The mean of one number over seeds; its error bar is over seeds, whatever the single ones are over."""
+    values = [one.value for one in estimates]
+    n = len(values)
+    # Parts such as chance are the same for every seed; those that differ would be of one seed only.
+    shared = {
+        name: part
+        for name, part in estimates[0].parts.items()
+        if all(name in one.parts and one.parts[name].value == part.value for one in estimates)
+    }
+    notes = tuple(note for note in estimates[0].notes if all(note in one.notes for one in estimates))
+    return Estimate(
+        value=statistics.fmean(values),
+        stderr=statistics.stdev(values) / math.sqrt(n),
+        dof=n - 1,
+        n=n,
+        over=f"{n} seeds",
+        method=f"mean over seeds {', '.join(map(str, seeds))}",
+        notes=notes,
+        parts=shared,
+    )
+
+
+def cells_of(one: Series) -> tuple[Series, ...]:
+    """The single trainings behind a series: those it is the mean of, or itself."""
+    return one.members or (one,)
+
+
+def mean_tag(one: Series) -> str:
+    """What a switch calls the mean of this series."""
+    return f"mean of {len(one.members)} seeds"
+
+
+def seed_lines(one: Series, line: Line, singles: Iterable[Line]) -> list[Line]:
+    """A line of means and, hidden at first, those of the single seeds; only the line itself where there is one seed."""
+    if not one.members:
+        return [line]
+    found = [replace(line, tags=dict(line.tags) | {"seeds": mean_tag(one)})]
+    for single in singles:
+        none = (None,) * len(single.x)
+        tags = dict(line.tags) | {"seeds": EACH}
+        single = replace(single, name=line.name, lower=none, upper=none, tags=tags, visible=False)
+        found.append(replace(single, role=line.role, dash=2, shade=line.shade))
+    return found
+
+
+def seed_toggles(series: Iterable[Series]) -> tuple[Toggle, ...]:
+    """The switches between means and single seeds; none where no series is a mean."""
+    means = dict.fromkeys(mean_tag(one) for one in series if one.members)
+    if not means:
+        return ()
+    names = [(name, True) for name in means] + [(EACH, False)]
+    return tuple(Toggle(kind="seeds", value=name, role=None, dash=None, on=on) for name, on in names)
+
+
+def band_words(series: Sequence[Series], records: Iterable[Record]) -> str:
+    """What the bands of a figure are over, in a sentence."""
+    counts = sorted({len(one.members) for one in series if one.members})
+    said = []
+    if counts:
+        several = " or ".join(map(str, counts))
+        said.append(
+            f"Lines and bands: mean and 95 % interval over {several} seeds (Student's t), at the steps that all seeds "
+            "share; switch to each seed with the button."
+        )
+    if any(not one.members for one in series):
+        overs = {record.estimate.over for record in records if record.estimate.over}
+        plain = sorted({re.sub(r"^[\d,]+ ", "", over).split(",")[0] for over in overs} - {"seeds"})
+        if plain:
+            one_seed = "One seed: bands" if not counts else "Where there is one seed, bands"
+            said.append(f"{one_seed} are 95 % intervals over {', '.join(plain)}.")
+        elif not counts:
+            said.append("One seed, and no error bar.")
+    return " ".join(said)

@@ -1,0 +1,280 @@
+"""The tangent analysis in words and small tables: tests that stay significant, constructions, the referee."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from anisoscope.estimate import Estimate
+from anisoscope.runs.records import Record
+from anisoscope.views.corrected import LEVEL, Test, Tests, significant
+from anisoscope.views.layout import family, unique
+from anisoscope.views.names import CORRELATIONS, GRADIENTS, PROXIES
+from anisoscope.views.panels import Table
+from anisoscope.views.seeds import cells_of
+from anisoscope.views.series import digits_of, interval_words, with_error
+from anisoscope.views.shelf import Shelf, families
+
+FACTS = {
+    "seminmf.explained": "Explained variance",
+    "seminmf.sparsity": "Sparsity",
+    "seminmf.pca_overlap": "Overlap with PCA",
+}
+
+
+def listed(names: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) if names else "none"
+
+
+def places(sites: Sequence[str], count: int | None = None) -> str:
+    """``layers``, or ``sites`` where these are of several kinds; one of them alone in the singular."""
+    word = "layer" if len(set(map(family, sites))) == 1 else "site"
+    return word if (len(sites) if count is None else count) == 1 else f"{word}s"
+
+
+def energy_words(shelves: Sequence[Shelf], tests: Tests) -> list[str]:
+    """How many tests of each training stay significant, by proxy, and the smallest p that was possible."""
+    said = []
+    for shelf in shelves:
+        for cell in cells_of(shelf.series):
+            mine = list(tests.get(cell.label, {}).values())
+            for gradient in unique(test.gradient for test in mine if test.gradient != "reader"):
+                found = [test for test in mine if test.gradient == gradient]
+                who = f"{cell.label}: " if len(shelves) > 1 or shelf.series.members else ""
+                said.append(who + tests_words(found, GRADIENTS.get(gradient, gradient)))
+        said += _above_one(shelf, several=len(shelves) > 1)
+    return said
+
+
+def tests_words(tests: Sequence[Test], gradient: str) -> str:
+    """``12 of 40 tests are significant at 5 % after correction``, by proxy, with the smallest possible p."""
+    proxies = [proxy for proxy in PROXIES if any(test.proxy == proxy for test in tests)]
+    by_proxy = [(p, [test for test in tests if test.proxy == p]) for p in proxies]
+    counts = listed([f"{PROXIES[p]} {significant(own)} of {len(own)}" for p, own in by_proxy])
+    draws = {test.draws for test in tests if test.draws}
+    noun = "test" if len(tests) == 1 else "tests"
+    words = (
+        f"{significant(tests)} of {len(tests):,} {noun} of the {gradient} (sites × steps × proxies) are significant at "
+        f"{LEVEL:.0%} after the Benjamini-Hochberg correction".replace("5%", "5 %")
+    )
+    words += f": {counts}." if len(proxies) > 1 else "."
+    if draws:
+        least = ", ".join(f"1/({b}+1) = {1 / (b + 1):.2g}" for b in sorted(draws))
+        words += f" The smallest possible p is {least}."
+    return words
+
+
+def _above_one(shelf: Shelf, several: bool) -> list[str]:
+    """Where the ratio of the first proxy lies above 1 at the last step, and where below."""
+    for proxy in shelf.proxies:
+        last = shelf.last(f"{proxy}.activation.ratio")
+        sure = [(r, interval) for r in last if (interval := r.estimate.interval()) is not None]
+        if last:
+            above = sum(low > 1 for _, (low, _) in sure)
+            below = sum(high < 1 for _, (_, high) in sure)
+            who = f"{shelf.label}: " if several else ""
+            rest = f", at {below} below 1: less than along random directions" if below else ""
+            over = unique(str(r.estimate.over) for r, _ in sure)
+            bars = f" (95 % intervals over {listed(over)})" if over else " (no error bars)"
+            noun = places([r.site for r in last])
+            return [
+                f"{who}At step {last[0].step:,} the ratio of {PROXIES[proxy]} lies above 1 at {above} of {len(last)} "
+                f"{noun}{rest}{bars}."
+            ]
+    return []
+
+
+class Excess(NamedTuple):
+    """Where the reader share of one proxy exceeds that with permuted signals: by its interval, and by corrected p."""
+
+    step: int
+    sites: list[str]
+    above: list[str]
+    corrected: tuple[int, int] | None
+
+
+def reader_excess(shelf: Shelf, tests: Tests, proxy: str) -> Excess | None:
+    """The reader share against its null at the last step; None where it was not measured."""
+    last = shelf.last(f"{proxy}.reader.excess")
+    if not last:
+        return None
+    above = [r.site for r in last if (interval := r.estimate.interval()) is not None and interval[0] > 0]
+    mine = [
+        test
+        for cell in cells_of(shelf.series)
+        for test in tests.get(cell.label, {}).values()
+        if (test.proxy, test.gradient, test.step) == (proxy, "reader", last[0].step)
+    ]
+    corrected = (significant(mine), len(mine)) if mine else None
+    return Excess(last[0].step, [r.site for r in last], above, corrected)
+
+
+def construction_words(shelves: Sequence[Shelf], tests: Tests) -> list[str]:
+    """``The reader share exceeds the permuted-signal null at n of m layers``, for each model and proxy."""
+    said = []
+    for shelf in shelves:
+        who = f"{shelf.label}: " if len(shelves) > 1 else ""
+        for proxy in shelf.proxies:
+            found = reader_excess(shelf, tests, proxy)
+            if found:
+                noun = places(found.sites)
+                plain = f"{who}{PROXIES[proxy]}: the reader share exceeds the permuted-signal null"
+                tail = f" at {len(found.above)} of {len(found.sites)} {noun} (95 % interval of the excess above 0)"
+                if not found.above:
+                    tail += "; what it has above chance is a construction"
+                if found.corrected:
+                    tail += f"; {found.corrected[0]} of {found.corrected[1]} stay significant after correction"
+                said.append(f"{plain}{tail}.")
+            said += _enriched(shelf, proxy, who)
+    return said
+
+
+def _enriched(shelf: Shelf, proxy: str, who: str) -> list[str]:
+    last = shelf.last(f"{proxy}.activation.enrichment")
+    sure = [interval for r in last if (interval := r.estimate.interval()) is not None]
+    if not sure:
+        return []
+    above, below = sum(low > 1 for low, _ in sure), sum(high < 1 for _, high in sure)
+    noun = places([r.site for r in last])
+    return [
+        f"{who}{PROXIES[proxy]}: the activation gradient holds more than its share of variance at {above} of "
+        f"{len(last)} {noun}, less at {below}."
+    ]
+
+
+class Verdict(NamedTuple):
+    """What the referee said of one proxy at one site of one training."""
+
+    model: str
+    proxy: str
+    record: Record
+
+    @property
+    def survives(self) -> bool:
+        """Whether the tangent reading survives."""
+        return self.record.estimate.value > 0.5
+
+
+def verdicts(shelves: Sequence[Shelf]) -> list[Verdict]:
+    """Every verdict at the last step that has one, by model, proxy and site; of each seed where there are several."""
+    found = []
+    for shelf in shelves:
+        for one in shelf.members or (shelf,):
+            for proxy in one.proxies:
+                found += [Verdict(one.label, proxy, record) for record in one.last(f"{proxy}.survives")]
+    return found
+
+
+def referee_words(found: Sequence[Verdict]) -> list[str]:
+    """One sentence over all layers, then one for each model and proxy."""
+    if not found:
+        return []
+    good = sum(one.survives for one in found)
+    noun = "place" if len(found) == 1 else "places"
+    if good == len(found):
+        whole = f"The tangent reading survives at all {len(found)} {noun} the referee looked at."
+    elif good:
+        whole = f"The tangent reading survives at {good} of the {len(found)} {noun} the referee looked at."
+    else:
+        whole = f"The tangent reading does not survive at any of the {len(found)} {noun} the referee looked at."
+    said = [whole]
+    groups: dict[tuple[str, str], list[Verdict]] = {}
+    for one in found:
+        groups.setdefault((one.model, one.proxy), []).append(one)
+    for (model, proxy), mine in groups.items():
+        yes = [one.record.site for one in mine if one.survives]
+        no = [one.record.site for one in mine if not one.survives]
+        noun = places([one.record.site for one in mine])
+        parts = [f"survives at {len(yes)} of {len(mine)} {noun}" + (f" ({', '.join(yes)})" if yes else "")]
+        if no:
+            parts.append(f"fails at {', '.join(no)}")
+        said.append(f"{model}, {PROXIES[proxy]}, step {mine[0].record.step:,}: {'; '.join(parts)}.")
+    return said
+
+
+def referee_table(found: Sequence[Verdict]) -> list[Table]:
+    """Every verdict with its reasons."""
+    if not found:
+        return []
+    rows = tuple(
+        (
+            one.record.site,
+            one.model,
+            PROXIES[one.proxy],
+            "survives" if one.survives else "does not survive",
+            tuple(one.record.estimate.notes) or ("no reason was recorded",),
+        )
+        for one in found
+    )
+    caption = (
+        "A reading survives if every check is passed. What is only said, such as the comparison with top-variance "
+        "directions, does not count against it."
+    )
+    head = ("Site", "Model", "Proxy", "Tangent reading", "Reasons")
+    return [Table(key="referee", caption=caption, head=head, rows=rows)]
+
+
+def correlation_words(estimate: Estimate | None) -> str:
+    """``−0.41 (−0.52 … −0.29)``, with the interval on Fisher's scale where it was recorded."""
+    if estimate is None:
+        return "–"
+    low, high = (estimate.parts.get(name) for name in ("low", "high"))
+    ends = f"{low.value:.2f} … {high.value:.2f}" if low and high else interval_words(estimate)
+    value = f"{estimate.value:.2f}" if low and high else digits_of(estimate.value, estimate.stderr)
+    return f"{value} ({ends})" if ends else f"{value} (no error bar)"
+
+
+def correlation_tables(shelves: Sequence[Shelf]) -> list[Table]:
+    """Correlations of log count with distances, at the last step, a few layers of each model."""
+    names = {name: title for name, title in CORRELATIONS.items() if any(name in s.measures for s in shelves)}
+    rows: list[tuple[str, ...]] = []
+    for shelf in shelves:
+        last = {(name, r.site): r.estimate for name in names for r in shelf.last(name)}
+        for site in _table_sites(shelf, list(names)):
+            cells = [correlation_words(last.get((name, site))) for name in names]
+            rows.append((site, shelf.label, *cells))
+    if not rows:
+        return []
+    overs = unique(str(r.estimate.over) for s in shelves for n in names for r in s.last(n) if r.estimate.over)
+    over = "seeds" if overs and all("seeds" in one for one in overs) else "token types"
+    caption = (
+        "Correlation over token types of log count with the mean distance to the centroid of the own type and to that "
+        f"of all tokens, at the last step, with 95 % intervals over {over}. Below 0: frequent tokens lie nearer."
+    )
+    return [Table(key="correlations", caption=caption, head=("Site", "Model", *names.values()), rows=tuple(rows))]
+
+
+def fact_tables(shelves: Sequence[Shelf]) -> list[Table]:
+    """What a semi-NMF explains, how sparse it is and how much of it is PCA, at the last step."""
+    rows: list[tuple[str, ...]] = []
+    names = {name: title for name, title in FACTS.items() if any(name in shelf.measures for shelf in shelves)}
+    for shelf in shelves:
+        last = {(name, r.site): r.estimate for name in names for r in shelf.last(name)}
+        for site in _table_sites(shelf, list(names)):
+            cells = [fact_words(last.get((name, site))) for name in names]
+            rows.append((site, shelf.label, *cells))
+    if not rows:
+        return []
+    caption = (
+        "The semi-NMF behind the proxy, at the last step. Where sparsity is near 0 % and the overlap with PCA near "
+        "100 %, it says nothing that PCA does not."
+    )
+    return [Table(key="facts", caption=caption, head=("Site", "Model", *names.values()), rows=tuple(rows))]
+
+
+def fact_words(estimate: Estimate | None) -> str:
+    """A share in percent, with its error where it has one."""
+    if estimate is None:
+        return "–"
+    if estimate.stderr is None:
+        return f"{100 * estimate.value:.1f} %"
+    scaled = Estimate(
+        value=100 * estimate.value, stderr=100 * estimate.stderr, n=estimate.n, method="percent", over=estimate.over
+    )
+    return with_error(scaled, " %")
+
+
+def _table_sites(shelf: Shelf, names: Sequence[str]) -> list[str]:
+    kinds = families(unique(site for name in names for site in shelf.sites(name)))
+    return [site for sites in kinds.values() for site in sites]
