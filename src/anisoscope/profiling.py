@@ -31,7 +31,18 @@ from anisoscope.models.load import LoadedModel
 from anisoscope.models.sites import Site, discover, select
 from anisoscope.runs.records import Curve, Failure, Record
 from anisoscope.sampling import Progress, Sample, collect_sample
-from anisoscope.slices import ALL, NO_MASSIVE, NO_POSITION_0, Sliced, States, kept_columns, massive_dimensions, no_rows
+from anisoscope.slices import (
+    ALL,
+    NO_MASSIVE,
+    NO_POSITION_0,
+    Sliced,
+    States,
+    chosen_rows,
+    gathered,
+    kept_columns,
+    massive_dimensions,
+    no_rows,
+)
 from anisoscope.stats.reservoir import Reservoir
 from anisoscope.stats.turns import Turns
 from anisoscope.text.batches import Batch
@@ -240,18 +251,20 @@ def _measure_moments(
     for name in names:
         needs = needs | lookup(name).needs()
     order, first = sample.order, sample.positions == 0
-    in_order, rest = rows[order], ~first[order]  # of the text: consecutive rows are dependent, error bars must see it
+    # In the order of the text: consecutive rows are dependent, and error bars must see it.
+    in_order, rest = gathered(rows, order), ~first[order]
     cut = Sliced.of(rows, first, needs, options.batch_vectors, batches)
     batch_states = [cut.batch(number, ALL) for number in range(batches)]
     _enter_slice(book, site, ALL, names, cut.whole(ALL), batch_states, in_order, options)
     if cut.has_first:  # the spread over batches is told for all tokens alone; over a slice it would cost as much again
-        _enter_slice(book, site, NO_POSITION_0, names, cut.whole(NO_POSITION_0), [], in_order[rest], options)
+        others = chosen_rows(in_order, rest)
+        _enter_slice(book, site, NO_POSITION_0, names, cut.whole(NO_POSITION_0), [], others, options)
     massive = massive_dimensions(rows)
     if len(massive):
         keep = kept_columns(rows.shape[1], massive)
         note = f"without {len(massive)} of {rows.shape[1]} dimensions: {massive.tolist()[:8]}"
         narrow = cut.whole(ALL).narrowed(keep, rows)
-        _enter_slice(book, site, NO_MASSIVE, names, narrow, [], in_order[:, keep], options, (note,))
+        _enter_slice(book, site, NO_MASSIVE, names, narrow, [], gathered(in_order, keep, 1), options, (note,))
 
 
 def _enter_slice(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from anisoscope.capture.rows import forward, measured_mask
@@ -67,12 +67,20 @@ def collect_sample(
             if site.name not in states:
                 dtype = torch.float64 if paths.dtype == torch.float64 else torch.float32
                 states[site.name] = Reservoir.empty(vectors, paths.shape[-1], seed=seed, dtype=dtype)
-            states[site.name] = states[site.name].update(paths[mask.to(paths.device)].to("cpu"))
+            states[site.name] = states[site.name].update(_kept(paths, mask).to("cpu"))
             if turns:
                 chunk = Chunk(paths.cpu(), mask.cpu(), 0, continues=False)
                 angles[site.name] = angles[site.name].update(chunk)
         if places.seen >= tokens:
             break
     tell("running the model", total, total)
+    # Rows that have left the sample are let go before measures ask for memory of their own.
+    states = {name: state.compact() for name, state in states.items()}
     widths = {name: state.width for name, state in states.items()}
     return Sample(states, angles, widths, places.rows[:, 0], places.stream_order(), places.seen, seconds)
+
+
+def _kept(paths: Float[Tensor, "s t d"], mask: Bool[Tensor, "s t"]) -> Float[Tensor, "n d"]:
+    """The rows where the mask is True; without a copy where that is all of them."""
+    flat = paths.reshape(-1, paths.shape[-1])
+    return flat if bool(mask.all()) else flat[mask.reshape(-1).to(paths.device)]

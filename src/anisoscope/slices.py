@@ -16,18 +16,20 @@ from torch import Tensor
 
 from anisoscope.measures.base import Needs, Workspace
 from anisoscope.stats.directions import Directions
-from anisoscope.stats.moments import Moments
+from anisoscope.stats.moments import Moments, scratch
 
 ALL = "all"
 NO_POSITION_0 = "no position 0"
 NO_MASSIVE = "no massive dimensions"
+PIECE_ROWS = 256  # rows squared at a time, so that they stay in cache
 MASSIVE = 100.0
 """A dimension is massive if its mean square is this many times the median one (ten times the typical size)."""
 
 
 def massive_dimensions(rows: Float[Tensor, "n d"]) -> Int[Tensor, "m"]:
     """Columns whose mean square exceeds ``MASSIVE`` times the median of all columns, ascending; never all of them."""
-    size = rows.double().square().mean(dim=0)
+    size = sum(part.double().square_().sum(dim=0) for part in rows.split(PIECE_ROWS))
+    assert isinstance(size, Tensor)
     return (size > MASSIVE * size.median()).nonzero().reshape(-1)
 
 
@@ -61,7 +63,9 @@ class States:
         moments = None if self.moments is None else self.moments.narrowed(columns, rows)
         if self.directions is None:
             return States(self.count, moments, None)
-        return States(self.count, moments, Directions.empty(len(columns), rows.device).update(rows[:, columns]))
+        return States(
+            self.count, moments, Directions.empty(len(columns), rows.device).update(gathered(rows, columns, 1))
+        )
 
     def workspace(self, rows: Float[Tensor, "n d"]) -> Workspace:
         """A workspace of these states; ``rows`` serve its error bars, and may be none where no bar is wanted."""
@@ -87,11 +91,12 @@ class Sliced:
         """Sum up rows in batches of ``batch_rows``."""
         cuts = [slice(i * batch_rows, (i + 1) * batch_rows) for i in range(batches)]
         tail = slice(batches * batch_rows, None)
-        rest = tuple(States.of(rows[cut][~is_first[cut]], needs) for cut in cuts)
-        first = tuple(States.of(rows[cut][is_first[cut]], needs) for cut in cuts)
-        return cls(
-            rest, first, States.of(rows[tail][~is_first[tail]], needs), States.of(rows[tail][is_first[tail]], needs)
-        )
+
+        def states(cut: slice, which: Bool[Tensor, "n"]) -> States:
+            return States.of(chosen_rows(rows[cut], which[cut]), needs)
+
+        rest, first = (tuple(states(cut, which) for cut in cuts) for which in (~is_first, is_first))
+        return cls(rest, first, states(tail, ~is_first), states(tail, is_first))
 
     def batch(self, number: int, where: str) -> States:
         """One batch of a slice."""
@@ -109,6 +114,17 @@ class Sliced:
     def has_first(self) -> bool:
         """Whether any row stood at position 0."""
         return any(state.count for state in (*self.first, self.left_over_first))
+
+
+def chosen_rows(rows: Float[Tensor, "n d"], which: Bool[Tensor, "n"]) -> Float[Tensor, "m d"]:
+    """The rows where ``which`` is True, by number: several times as fast as by a mask."""
+    return gathered(rows, which.nonzero().reshape(-1))
+
+
+def gathered(rows: Float[Tensor, "n d"], numbers: Int[Tensor, "m"], axis: int = 0) -> Float[Tensor, "k l"]:
+    """Rows, or with ``axis=1`` columns, by number."""
+    shape = (len(numbers), rows.shape[1]) if axis == 0 else (len(rows), len(numbers))
+    return torch.index_select(rows, axis, numbers, out=scratch(shape, rows))
 
 
 def no_rows(like: Float[Tensor, "n d"]) -> Float[Tensor, "0 d"]:

@@ -100,7 +100,10 @@ def _spectral_ratio_l1(work: Workspace) -> Estimate:
     first = top(work)
     # d(sigma) = d(lambda) / (2 sigma) - d(lambda)^2 / (8 sigma^3), and lambda_1 scatters by 2 lambda_1^2 / m.
     first_bias = first.first_bias(work.n - 1) / (2 * first.first**0.5) - first.first**0.5 / (4 * (work.n - 1))
-    bias = (first_bias - value * _root_bias(found, work.n - 1)) / total
+
+    def bias() -> float:
+        return (first_bias - value * _root_bias(found, work.n - 1)) / total
+
     return spectral_estimate(work, found, value, _over_root(slope, sigma), bias, "sigma_1 / sum sigma")
 
 
@@ -123,15 +126,17 @@ def _effective_rank(work: Workspace) -> Estimate:
     entropy = -float(torch.special.xlogy(p, p).sum())
     value = math.exp(entropy)
     slope = -value * (torch.log(p.clamp_min(1e-300)) + entropy) / total
-    weighted = float(torch.special.xlogy(sigma, sigma).sum())
-    root_bias = _root_bias(scaled, work.n - 1)
-    log_bias = trace_bias(
-        scaled.values,
-        lambda x: (x.log() + 2) / (4 * x.sqrt()),
-        lambda x: -x.log() / (8 * x**1.5),
-        work.n - 1,
-    )
-    bias = value * ((1 / total + weighted / total**2) * root_bias - log_bias / total)
+
+    def bias() -> float:
+        weighted = float(torch.special.xlogy(sigma, sigma).sum())
+        log_bias = trace_bias(
+            scaled.values,
+            lambda x: (x.log() + 2) / (4 * x.sqrt()),
+            lambda x: -x.log() / (8 * x**1.5),
+            work.n - 1,
+        )
+        return value * ((1 / total + weighted / total**2) * _root_bias(scaled, work.n - 1) - log_bias / total)
+
     weights = _over_root(slope, sigma) / found.total
     return spectral_estimate(work, found, value, weights, bias, "exp entropy of sigma / sum sigma")
 
@@ -149,7 +154,10 @@ def _effective_rank_lambda(work: Workspace) -> Estimate:
     entropy = -float(torch.special.xlogy(p, p).sum())
     value = math.exp(entropy)
     slope = torch.where(p > 0, -value * (torch.log(p.clamp_min(1e-300)) + entropy) / found.total, 0.0)
-    bias = -value * trace_bias(p, lambda x: x.log() + 1, lambda x: 1 / x, work.n - 1)
+
+    def bias() -> float:
+        return -value * trace_bias(p, lambda x: x.log() + 1, lambda x: 1 / x, work.n - 1)
+
     return spectral_estimate(work, found, value, slope, bias, "exp entropy of lambda / sum lambda")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -12,10 +13,12 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Workspace
 from anisoscope.measures.spectrum import Spectrum, spectrum
 from anisoscope.measures.uncertainty import Bar, fields
+from anisoscope.stats.moments import scratch
 
 FLOAT32_SPREAD = 1e-11  # variances down to this share of the total are seen well enough in float32 for an error bar
 FLOAT32_SIZE = 1e8  # total variances between this and its inverse: their squares stay well inside float32
 SHARE_SCORES = "share scores"  # set in the cache by whoever computes a fixed list of measures
+PIECE_ROWS = 512  # rows taken at a time: what is made of them on the way stays in cache
 TOLERATED_BIAS = 0.25  # of a standard error: a 95 % interval off by this much still covers 94 %
 
 
@@ -43,17 +46,28 @@ def second_order(bar: Bar | None, value: float, n: int, share: float) -> Bar | N
 
 
 def spectral_estimate(
-    work: Workspace, found: Spectrum, value: float, weights: Tensor, bias: float, method: str
+    work: Workspace, found: Spectrum, value: float, weights: Tensor, bias: Callable[[], float], method: str
 ) -> Estimate:
-    """A function of the eigenvalues with its error bar; ``weights`` are its derivatives by each of them."""
+    """A function of the eigenvalues with its error bar; ``weights`` are its derivatives by each of them.
+
+    ``bias`` gives the small-sample bias, and is asked only where there is an error bar to hold against it.
+    """
     if not work.error_rows.enough:
         return Estimate(value=value, n=work.n, method=method, notes=found.notes, **fields(None))
-    y = centred_error_rows(work, float32=float(found.values[-1]) > FLOAT32_SPREAD * found.total)
-    if "squared scores" not in work.cache:
-        work.cache["squared scores"] = (y @ found.vectors.to(y.dtype)).double().square_()
-    influence = (work.cache["squared scores"] - found.values) @ weights
-    bar, notes = unless_biased(work.error_rows.bar(influence), bias, "the spectrum of a sample is spread out")
+    influence = _on_axes(work, found, weights[:, None])[:, 0] - found.values @ weights
+    bar, notes = unless_biased(work.error_rows.bar(influence), bias(), "the spectrum of a sample is spread out")
     return Estimate(value=value, n=work.n, method=method, notes=(*found.notes, *notes), **fields(bar))
+
+
+def _on_axes(work: Workspace, found: Spectrum, weights: Float[Tensor, "r w"]) -> Float[Tensor, "n w"]:
+    """``sum_k weights_k (u_k . y_i)^2`` of each row i for error bars: the dear product with the axes is made once."""
+    if "squared scores" not in work.cache:
+        y = centred_error_rows(work, float32=float(found.values[-1]) > FLOAT32_SPREAD * found.total)
+        axes, scores2 = found.vectors.to(y.dtype), scratch((len(y), found.vectors.shape[1]), y)
+        for part, out in zip(y.split(PIECE_ROWS), scores2.split(PIECE_ROWS), strict=True):
+            torch.mm(part, axes, out=out).square_()
+        work.cache["squared scores"] = scores2
+    return torch.cat([part.double() @ weights for part in work.cache["squared scores"].split(PIECE_ROWS)])
 
 
 def unless_biased(bar: Bar | None, bias: float, why: str) -> tuple[Bar | None, tuple[str, ...]]:
@@ -76,10 +90,23 @@ def centred_error_rows(work: Workspace, *, float32: bool) -> Float[Tensor, "n d"
     short = float32 and rows.dtype != torch.float64 and 1 / FLOAT32_SIZE < total < FLOAT32_SIZE
     key = f"centred error rows, {'float32' if short else 'float64'}"
     if key not in work.cache:
-        centred = rows.double() - work.moments.mean
-        work.cache[key] = centred.float() if short else centred
+        work.cache[key] = _centred(rows, work.moments.mean, torch.float32 if short else torch.float64)
     found: Tensor = work.cache[key]
     return found
+
+
+def _centred(rows: Float[Tensor, "n d"], mean: Float[Tensor, "d"], dtype: torch.dtype) -> Float[Tensor, "n d"]:
+    """Rows about a float64 mean, piece by piece. In float32 the mean is taken off in two parts, so that only the last
+    digit of the difference is rounded, as if it had been formed in float64."""
+    high = mean.to(dtype)
+    low = (mean - high).to(dtype)
+    out = scratch((len(rows), rows.shape[1]), rows, dtype)
+    for part, here in zip(rows.split(PIECE_ROWS), out.split(PIECE_ROWS), strict=True):
+        here.copy_(part)
+        here.sub_(high)
+        if dtype != torch.float64:
+            here.sub_(low)
+    return out
 
 
 def quadratic_forms(work: Workspace, covariance: Float[Tensor, "d d"]) -> tuple[Tensor, Tensor]:
@@ -88,8 +115,9 @@ def quadratic_forms(work: Workspace, covariance: Float[Tensor, "d d"]) -> tuple[
     Not wherever scores happen to be there: the last bits would then depend on what else is computed.
     """
     if work.cache.get(SHARE_SCORES) and "squared scores" in work.cache:
-        scores2 = work.cache["squared scores"]
-        return scores2.sum(dim=1), scores2 @ spectrum(work).values
+        found = spectrum(work)
+        radius2, form = _on_axes(work, found, torch.stack([torch.ones_like(found.values), found.values], dim=1)).T
+        return radius2, form
     y = centred_error_rows(work, float32=True)
     return squared_lengths(y), (y @ covariance.to(y.dtype)).mul_(y).sum(dim=1, dtype=torch.float64)
 

@@ -24,12 +24,14 @@ from torch import Tensor
 from anisoscope.errors import OptionError, TooFewRowsError
 from anisoscope.measures.plan import Plan, choose_plan, principal_axes, project, scale_of
 from anisoscope.rows import mean_row
+from anisoscope.stats.moments import scratch
 
 TILE_ROWS, TILE_COLUMNS = 2048, 1024  # a float32 tile of 8 MB: large enough for BLAS, small enough for cache
 PAIR_BLOCK = 4096  # pairs measured at a time in float64
 FEW_ROWS = 8192  # up to here all bounds of a row are looked at together: no order, no cells, no plan
 ANCHOR_ROWS = 512  # rows searched together in that way
-EXACT_PAIRS = 2048  # pairs measured together there: their differences stay in cache
+EXACT_PAIRS = 512  # pairs measured together there: their differences stay in cache
+SQUARE_ROWS = 4096  # up to here the bounds of all pairs are held at once, and each pair is multiplied once
 SPARE = 6  # candidates taken beyond k, since bounds may change the order of near equals
 CELL_ROWS = 256  # rows per landmark
 NEAR_CELLS = 6  # cells searched for the first bounds; with the full product, whose columns are dear, only the own one
@@ -90,6 +92,7 @@ def neighbors_of(rows: Float[Tensor, "n d"], anchors: Int[Tensor, "m"], k: int) 
     if n < k + 1:
         raise TooFewRowsError(f"{k} neighbours need at least {k + 1} distinct rows, got {n}")
     search = _Search(rows, None, k)
+    search.in_pairs = n <= SQUARE_ROWS and len(anchors) > n // 2
     for part in anchors.split(ANCHOR_ROWS):
         take, left = min(k + SPARE, n - 1), part
         while len(left):
@@ -108,9 +111,9 @@ def distances_within(blocks: Float[Tensor, "g l d"], k: int) -> Float[Tensor, "g
     scale = scale_of(blocks.reshape(-1, width))
     found = []
     for part in blocks.split(max(1, TILE_ROWS * TILE_COLUMNS // length**2)):
-        x = part.double() * scale
+        x = scratch((len(part), length, width), part, torch.float64).copy_(part).mul_(scale)
         x -= x.mean(dim=1, keepdim=True)
-        size = x.square().sum(dim=2)
+        size = torch.linalg.vector_norm(x, dim=2).square_()
         d2 = torch.baddbmm(size[:, :, None] + size[:, None, :], x, x.transpose(1, 2), alpha=-2)
         d2.diagonal(dim1=1, dim2=2).fill_(torch.inf)
         d2, near = d2.topk(k, dim=2, largest=False)
@@ -136,6 +139,7 @@ class _Search:
         self.order = torch.arange(n, device=rows.device)
         self.cell_starts = [0, n]
         self.cell_centers: Tensor | None = None
+        self.in_pairs = False
         # Rounding of a float32 inner product of length p, products and sums (Higham, gamma_p), with a margin for the
         # rounding of the coordinates themselves and of the three-term sum that makes a squared distance of it.
         axes = width if coordinates is None else coordinates.shape[1]
@@ -218,6 +222,9 @@ class _Search:
 
     def _candidates(self, part: Tensor, take: int) -> tuple[Tensor, Tensor]:
         """The ``take`` smallest lower bounds of each row of ``part``, ascending, and whose they are."""
+        if self.in_pairs:
+            best = self._square.index_select(0, part).topk(take, dim=1, largest=False)
+            return best.values, best.indices
         if len(self.rows) <= FEW_ROWS:
             block, size = self._whole
             # The size of the row itself is the same for all its columns: it is added to the few that are chosen.
@@ -244,6 +251,21 @@ class _Search:
         """All rows relative to their mean, and their shrunken squared lengths: worth the memory where there are few."""
         block = self.block(self.order, self.origin(self.order))
         return block, torch.linalg.vector_norm(block, dim=1).square_().mul_(1 - self.allowance)
+
+    @cached_property
+    def _square(self) -> Tensor:
+        """Lower bounds of all pairs, infinite on the diagonal; what lies below it is a copy of what lies above."""
+        block, size = self._whole
+        n = len(block)
+        bound = scratch((n, n), block)
+        for at in range(0, n, ANCHOR_ROWS):
+            end = min(at + ANCHOR_ROWS, n)
+            strip = bound[at:end, at:]
+            torch.addmm(size[None, at:].expand(len(strip), -1), block[at:end], block[at:].T, alpha=-2, out=strip)
+            strip.add_(size[at:end, None])
+            bound[end:, at:end] = strip[:, end - at :].T
+        bound.fill_diagonal_(torch.inf)
+        return bound
 
     def _exact_block(self, i: Int[Tensor, "m"], j: Int[Tensor, "m t"]) -> Float[Tensor, "m t"]:
         """Squared distances between each row and its own candidates, by differences in float64."""

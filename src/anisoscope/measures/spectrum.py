@@ -105,12 +105,12 @@ def _decomposed(work: Workspace, *, vectors: bool = True) -> tuple[Tensor, Tenso
 
     Vectors serve error bars; where there will be none, eigenvalues alone cost a third (and the matrix is empty).
     """
-    if "eigh" not in work.cache:
+    key = "eigh" if vectors else "eigvalsh"
+    if key not in work.cache:
         covariance = work.moments.covariance()
-        if not vectors:
-            return torch.linalg.eigvalsh(covariance), covariance[:, :0]
-        work.cache["eigh"] = tuple(torch.linalg.eigh(covariance))
-    found: tuple[Tensor, Tensor] = work.cache["eigh"]
+        solve = torch.linalg.eigh if vectors else lambda matrix: (torch.linalg.eigvalsh(matrix), matrix[:, :0])
+        work.cache[key] = tuple(solve(covariance))
+    found: tuple[Tensor, Tensor] = work.cache[key]
     return found
 
 
@@ -183,6 +183,7 @@ def trace_bias(
     gap = a - b
     close = gap.abs() < 1e-5 * (a + b)
     fs = slope(positive)
-    divided = torch.where(close, bend((a + b) / 2), (fs[:, None] - fs[None, :]) / torch.where(close, 1.0, gap))
+    divided = (fs[:, None] - fs[None, :]) / torch.where(close, 1.0, gap)
+    divided[close] = bend((a + b)[close] / 2)  # few beside the diagonal, and dear
     weight = a * b * (1 + torch.eye(len(positive), dtype=values.dtype, device=values.device))
     return float((divided * weight).sum()) / (2 * dof)

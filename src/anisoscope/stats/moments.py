@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -20,6 +21,7 @@ largest. ``mixed`` multiplies in float32 and sums chunks in float64: half the ti
 
 
 BLOCK_ROWS = 4096  # rows multiplied at a time: full speed, and still in cache
+NARROWED_ROWS = 256  # rows looked at together where nothing is multiplied: they stay in cache
 STRIP_COLUMNS = 64  # narrower strips than this no longer run at full speed
 SAFE_SIZE = 2.0**64  # rows between this and its inverse: eighth powers, the highest in use, stay far inside float64
 
@@ -82,7 +84,8 @@ class Moments:
         largest = 0.0
         for block in blocks:
             if precision == "float64":
-                y_ND = (block.double() * scale if exponent else block.double()) - rough.double()
+                y_ND = scratch((len(block), width), rows, torch.float64).copy_(block)
+                y_ND = (y_ND.mul_(scale) if exponent else y_ND).sub_(rough.double())
             else:
                 y_ND = (block.to(rough.dtype) - rough).float()
             radius2 = torch.linalg.vector_norm(y_ND, dim=1).double().square_()
@@ -166,16 +169,30 @@ class Moments:
         scale = math.ldexp(1.0, -self.exponent)
         mean = self.mean[columns]
         third, fourth = torch.zeros_like(mean), self.fourth.new_zeros(())
-        for block in rows.split(BLOCK_ROWS):
-            y_ND = block[:, columns].double() * scale - mean
-            radius2 = y_ND.square().sum(dim=1)
+        for block in rows.split(NARROWED_ROWS):
+            y_ND = block.index_select(1, columns).double().mul_(scale).sub_(mean)
+            radius2 = torch.linalg.vector_norm(y_ND, dim=1).square_()
             third += radius2 @ y_ND
             fourth += radius2 @ radius2
-        return Moments(self.count, mean, self.scatter[columns][:, columns], third, fourth, self.exponent)
+        scatter = self.scatter.index_select(0, columns).index_select(1, columns)
+        return Moments(self.count, mean, scatter, third, fourth, self.exponent)
 
     def covariance(self) -> Float[Tensor, "d d"]:
         """``scatter / (count - 1)``, in the square of the state's unit."""
         return self.scatter / max(self.count - 1, 1)
+
+
+def scratch(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for something large that is filled at once and dropped soon, on the device of ``like``.
+
+    From numpy where that is the CPU: it asks the system for large pages, and touching fresh small ones costs more time
+    than much of what is done to them.
+    """
+    wanted = dtype or like.dtype
+    kinds = {torch.float32: np.float32, torch.float64: np.float64}
+    if like.device.type != "cpu" or wanted not in kinds:
+        return torch.empty(shape, dtype=wanted, device=like.device)
+    return torch.from_numpy(np.empty(shape, dtype=kinds[wanted]))
 
 
 def gram(y_ND: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
