@@ -235,6 +235,9 @@ def _enter_analysis(book: Book, view: SiteView, name: str, analysis: Analysis) -
     try:
         results = dict(analysis(view))
         for key, result in results.items():
-            book.enter(view.site, key, result)
+            if isinstance(result, Exception):
+                book.fail(view.site, key if isinstance(key, str) else " · ".join(key), result)
+            else:
+                book.enter(view.site, key, result)
     except Exception as error:  # an analysis may raise anything, and must not end the others
         book.fail(view.site, name, error)

@@ -7,7 +7,7 @@ spectral_ratio. Taking any K directions away zeroes K eigenvalues; the mean over
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -35,9 +35,9 @@ class AnisotropyShare:
     """
 
     isoscore_star: Estimate
-    spectral_ratio: Estimate
     p_isoscore_star: float
-    p_spectral_ratio: float
+    spectral_ratio: Estimate | None = None
+    p_spectral_ratio: float | None = None
 
 
 def anisotropy_share(
@@ -45,11 +45,14 @@ def anisotropy_share(
     basis: Float[Tensor, "d k"],
     controls: Float[Tensor, "b d k"],
     zeta: float = 0.1,
+    *,
+    spectral: bool = True,
 ) -> AnisotropyShare:
     """``Delta(Q) - mean_b Delta(Q_b)`` for isoscore_star (shrunken by ``zeta`` to ``(tr S / D) I``) and spectral_ratio.
 
     Everything after the covariance works on D x D matrices. The plain (plug-in) formulas are used: the bias of few
-    rows is nearly the same for basis and controls and cancels in the difference.
+    rows is nearly the same for basis and controls and cancels in the difference. The spectral ratio needs an
+    eigenvalue for each control, which is most of the cost: ``spectral=False`` leaves it out.
     """
     if not 0 <= zeta <= 1:
         raise OptionError(f"zeta is a share between 0 and 1, got {zeta}")
@@ -68,14 +71,19 @@ def anisotropy_share(
     bases = torch.cat([basis[None], controls.to(basis)]).to(covariance)
     rounder = isoscores_without(covariance, bases, zeta)
     whole = isoscores_without(covariance, bases[:1, :, :0], zeta)
+    n = len(rows)
+    found = AnisotropyShare(
+        _difference(rounder - whole, float(whole), f"isoscore_star, z={zeta:g}, plugin", n, ()),
+        p_value(float(rounder[0]), rounder[1:]),
+    )
+    if not spectral:
+        return found
     lead, notes = spectral_ratios_without(covariance, bases)
     top = torch.linalg.eigvalsh(covariance)[-1:]
-    n = len(rows)
-    return AnisotropyShare(
-        _difference(rounder - whole, float(whole), f"isoscore_star, z={zeta:g}, plugin", n, ()),
-        _difference(lead - top, float(top), "spectral_ratio", n, notes),
-        p_value(float(rounder[0]), rounder[1:]),
-        p_value(-float(lead[0]), -lead[1:]),
+    return replace(
+        found,
+        spectral_ratio=_difference(lead - top, float(top), "spectral_ratio", n, notes),
+        p_spectral_ratio=p_value(-float(lead[0]), -lead[1:]),
     )
 
 

@@ -220,7 +220,7 @@ def run_test(
     variance = enrichment = None
     if activations is not None:
         variance = variance_share(activations, basis)
-        enrichment = _enrichment(share, variance)
+        enrichment = enrichment_of(share, variance)
     return EnergyTest(
         share=share,
         chance=basis.shape[1] / found.width,
@@ -290,14 +290,17 @@ def variance_share(activations: Float[Tensor, "n d"], basis: Float[Tensor, "d k"
     Part "uncentred" takes no mean off: it is what a reader gradient of mean-free independent signals would show.
     """
     check_basis(basis, activations.shape[1], "the basis")
-    rows = in_range(activations, "activations")
-    moments = Moments.of(rows)
+    return variance_within(Moments.of(in_range(activations, "activations")), basis)
+
+
+def variance_within(moments: Moments, basis: Float[Tensor, "d k"]) -> Estimate:
+    """``variance_share`` of rows whose moments are known."""
     q = basis.to(moments.scatter)
     total = float(moments.scatter.trace())
     if not total > 0:
         raise DegenerateError("the activations are all equal: they have no variance to take a share of")
     inside = float(((moments.scatter @ q) * q).sum())
-    n, size = len(rows), float(moments.mean @ moments.mean)
+    n, size = moments.count, float(moments.mean @ moments.mean)
     raw = (inside + n * float((moments.mean @ q).square().sum())) / (total + n * size)
     part = Estimate(value=raw, stderr=None, n=n, method="|X Q|^2 / |X|^2, not centred")
     note = "no error bar: taken as known, being far better known than the energy share it divides"
@@ -306,7 +309,8 @@ def variance_share(activations: Float[Tensor, "n d"], basis: Float[Tensor, "d k"
     )
 
 
-def _enrichment(share: Estimate, variance: Estimate) -> Estimate:
+def enrichment_of(share: Estimate, variance: Estimate) -> Estimate:
+    """Energy share over variance share: above 1, the gradient prefers the basis more than the activations do."""
     if not variance.value > 0:
         raise DegenerateError("the basis holds no variance of the activations: enrichment would divide by zero")
     stderr = None if share.stderr is None else share.stderr / variance.value

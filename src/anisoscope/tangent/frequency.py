@@ -19,6 +19,7 @@ from anisoscope.text.frequency import FrequencyBins, TokenCounts
 BOOTSTRAPS = 999
 BLOCK_CELLS = 4_000_000  # of bootstrap weights held at a time
 CORRELATIONS = ("pearson", "spearman")
+CENTROIDS = ("own-type centroid", "global centroid")
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,11 @@ def energy_by_frequency(
         raise ShapeError(
             f"{len(gradients)} gradients, {len(activations)} activations and {len(ids)} ids; one of each for each token"
         )
-    own, overall = centroid_distances(activations, ids)
     bin_N = bins.bin_of(ids).to(ids.device)
     found = []
-    for number, label in enumerate(bins.labels):
+    for number, (label, means) in enumerate(
+        zip(bins.labels, distances_by_frequency(activations, ids, bins), strict=True)
+    ):
         at = (bin_N == number).nonzero().reshape(-1)
         here, notes = at.to(gradients.device), []
         energy = None
@@ -71,15 +73,30 @@ def energy_by_frequency(
                                  activations=activations[here] if controls == "normal_top" else None)  # fmt: skip
         except (DegenerateError, TooFewRowsError) as error:
             notes.append(f"no energy test: {error}")
-        means = []
-        for name, distance in (("own-type centroid", own), ("global centroid", overall)):
-            value = _mean_distance(distance[here.to(distance.device)], ids[at], f"mean distance to the {name}")
-            means.append(value)
+        for name, value in zip(CENTROIDS, means, strict=True):
             if value is None:
                 notes.append(f"no distance to the {name}: no type stands here twice")
         types = len(ids[at].unique())
         found.append(FrequencyBin(label, len(at), types, energy, means[0], means[1], tuple(notes)))
     return tuple(found)
+
+
+def distances_by_frequency(
+    activations: Float[Tensor, "n d"], ids: Int[Tensor, "n"], bins: FrequencyBins
+) -> list[tuple[Estimate | None, Estimate | None]]:
+    """Mean distance to the centroid of the own type and to that of all rows, in each bin; None where there is none."""
+    distances = [one.cpu() for one in centroid_distances(activations, ids)]
+    ids = ids.cpu()
+    bin_N = bins.bin_of(ids)
+    found = []
+    for number in range(len(bins)):
+        at = (bin_N == number).nonzero().reshape(-1)
+        own, overall = (
+            _mean_distance(distance[at], ids[at], f"mean distance to the {name}")
+            for name, distance in zip(CENTROIDS, distances, strict=True)
+        )
+        found.append((own, overall))
+    return found
 
 
 def centroid_distances(

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anisoscope.errors import DegenerateError, OptionError, ShapeError, choose
+from anisoscope.errors import DegenerateError, OptionError, ShapeError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
 from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.tangent.controls import check_basis
@@ -139,6 +139,33 @@ def permuted_signal_null(
         value=share.value - mean, n=n, method=f"reader share - mean over permuted signals, {scheme}", **fields(bar)
     )
     return PermutedNull(share, excess, null, mean, p_value(share.value, null), scheme)
+
+
+def expected_share(
+    activations: Float[Tensor, "n d"], signals: Float[Tensor, "n m"], basis: Float[Tensor, "d k"]
+) -> float:
+    """The reader share that signals dealt out to tokens at random would show, with no permutation drawn.
+
+    The expectation of ``|G_pi^T X Q|^2`` over all permutations is
+    ``tr A tr K / n + (1^T A 1 - tr A)(1^T K 1 - tr K) / (n (n - 1))`` with ``A = G G^T`` and ``K = X Q Q^T X^T``; the
+    share is the quotient of two such expectations, from the mean over permutations of the quotient by a term of order
+    one over the number of independent directions.
+    """
+    x, g, _ = _checked(activations, signals, basis, None)
+    n = len(x)
+    if n < 2:
+        raise TooFewRowsError("dealing out signals to other tokens needs two tokens or more")
+    own, both = (float(one) for one in (g.double().square().sum(), g.double().sum(dim=0).square().sum()))
+
+    def expected(part: Tensor) -> float:
+        wide = part.double()
+        each, total = float(wide.square().sum()), float(wide.sum(dim=0).square().sum())
+        return own * each / n + (both - own) * (total - each) / (n * (n - 1))
+
+    bottom = expected(x)
+    if not bottom > 0:
+        raise DegenerateError("the reader gradient of permuted signals is zero: activations or signals are")
+    return expected(x @ basis.to(x)) / bottom
 
 
 def _orders(units: Units, permutations: int, seed: int, scheme: str) -> list[Int[Tensor, "n"]]:

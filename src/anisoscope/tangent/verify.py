@@ -325,11 +325,29 @@ def referee(
     level: float = 0.05,
 ) -> Referee:
     """Fit on half of the sequences; angles, curvature and energy on the other half; a verdict in words."""
-    first, second = Halves.of(groups, seed, activations.device).rows
-    basis = fit(activations[first], rank).basis
-    other = activations[second]
+    halves = Halves.of(groups, seed, activations.device)
+    basis = fit(activations[halves.rows[0]], rank).basis
+    return judge(activations, gradients, halves, basis, dimension=dimension, k=k, draws=draws, seed=seed, level=level)
+
+
+def judge(
+    activations: Float[Tensor, "n d"],
+    gradients: Float[Tensor, "n d"],
+    halves: Halves,
+    basis: Float[Tensor, "d k"],
+    *,
+    dimension: int,
+    k: int = LEAST_K,
+    draws: int = DRAWS,
+    seed: int = 0,
+    level: float = 0.05,
+    reader: PermutedNull | None = None,
+) -> Referee:
+    """All checks of a basis that was fitted on the first half, on rows of the second."""
+    first, second = halves.rows
+    other, groups = activations[second], halves.units.index.to(second.device)[second]
     replacements = compare_replacements(
-        gradients[second], basis, activations[first], draws=draws, seed=seed, groups=groups.to(second.device)[second]
+        gradients[second], basis, activations[first], draws=draws, seed=seed, groups=groups
     )
     alignment = tangent_alignment(other, basis, dimension=dimension, k=k, draws=draws, seed=seed)
     notes: tuple[str, ...] = ()
@@ -338,4 +356,4 @@ def referee(
         bent = curvature_along(other, basis, seed=seed)
     except TooFewRowsError as error:
         notes = (f"no curvature along the basis: {error}",)
-    return Referee(replacements, alignment, bent, verdict(replacements, alignment, level=level), notes)
+    return Referee(replacements, alignment, bent, verdict(replacements, alignment, reader, level=level), notes)
