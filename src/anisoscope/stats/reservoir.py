@@ -41,7 +41,7 @@ class Reservoir:
     places: Int64[Tensor, "k"]
     pool: tuple[Float[Tensor, "_ d"], ...]
     """Blocks of rows as they came in; ``places`` numbers rows through all blocks. Rows that were pushed out of the
-    sample stay until a third of the pool is such rows, so an update copies only what enters and not the whole sample."""
+    sample stay until a third of the pool is such rows, so an update copies only what enters and not all of it."""
 
     @classmethod
     def empty(
