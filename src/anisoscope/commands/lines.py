@@ -79,7 +79,12 @@ def clock(seconds: float) -> str:
 def results_table(name: str, results: Sequence[CellResult]) -> Table:
     """How each training ended and what it cost."""
     table = Table(
-        box=box.SIMPLE_HEAD, title=escape(name), title_justify="left", title_style="bold", pad_edge=False
+        box=box.SIMPLE_HEAD,
+        title=escape(name),
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for column in ("model", ""):
         table.add_column(column, no_wrap=True)
@@ -95,7 +100,7 @@ def results_table(name: str, results: Sequence[CellResult]) -> Table:
         looks = f"{one.looks} ({one.look_share:.0%})" if one.looks else ""
         table.add_row(escape(one.cell.name), f"[{style}]{one.status}[/]", *numbers, looks)
     if any(one.looks for one in results):
-        table.caption = "seconds: in updates and looks; looks: how many, and their share of the seconds"
+        table.caption = "looks: how many, and their share of the seconds"
         table.caption_justify = "left"
     return table
 

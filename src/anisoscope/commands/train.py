@@ -162,12 +162,14 @@ def _newest_run(name: str) -> Path:
 
 def _go(recipe: Recipe, folder: Path, *, resume: bool, quiet: bool, no_report: bool) -> None:
     from anisoscope.commands.lines import results_table, training_lines
+    from anisoscope.train.loop import resolve_device
     from anisoscope.watching.study import check_folder, prepare_all, run_study, same_recipe
 
     console = Console()
     check_folder(folder, resume)
     if resume:
         same_recipe(folder, recipe)
+    resolve_device(recipe.device)
     began = time.perf_counter()
     with console.status("reading the text and making the tokenizer"):
         data = prepare_all(recipe)

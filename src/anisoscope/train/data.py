@@ -99,7 +99,7 @@ class TrainingData:
 
         Tokens that part documents count as special, so that no row of theirs is measured.
         """
-        starts = np.ascontiguousarray(self.held_out[::-1][:sequences])
+        starts = self.held_out[::-1][:sequences].copy()  # torch knows no negative strides
         at_BT = torch.from_numpy(starts)[:, None] + torch.arange(self.sequence_length)
         ids = self.stream[at_BT].long()
         eos = self.tokenizer.special_ids.get("eos", IGNORED)

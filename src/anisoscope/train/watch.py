@@ -13,9 +13,6 @@ from anisoscope.measures.table import measure_names
 from anisoscope.models.build import Count
 from anisoscope.tangent.proxies import KINDS as PROXIES
 
-RANDOM = "random"
-"""The proxy that is none: a random basis, as a floor."""
-
 
 def _listed(given: Any) -> Any:
     """One name may stand without brackets, and several parted by commas."""
@@ -64,23 +61,27 @@ class ScheduleSpec(_Part):
 class TangentSpec(_Part):
     """Options of the analysis of gradients along tangent proxies. See docs/tangent.md and docs/tangent_energy.md."""
 
-    proxies: Names = ("seminmf", "pca")
+    proxies: Annotated[Names, Field(min_length=1)] = ("seminmf", "pca")
     rank: Count = 16
-    gradients: Names = ("activation",)
-    draws: Count = 199
+    gradients: Annotated[Names, Field(min_length=1)] = ("activation",)
+    draws: Annotated[int, Field(strict=True, ge=19)] = 199
+    """Random bases as controls; with fewer than 19 no p-value can reach 0.05."""
     bins: Count = 5
     """Slices of token frequency."""
-    mode: Literal["refit", "frozen", "drift"] = "refit"
+    mode: Literal["refit", "frozen"] = "refit"
     freeze_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.3
     """With ``mode: frozen``: after this share of the steps proxies stay as they are."""
     ranks: tuple[Count, ...] = ()
     """Ranks of the curve of the energy ratio; none where empty."""
     referee: Literal["last", "never", "always"] = "last"
+    """At which looks the dear checks run: is it a tangent at all?"""
+    permutations: Count = 99
+    """Of the signal, at the looks of the referee, where the reader gradient is asked for."""
 
     @model_validator(mode="after")
     def _known(self) -> TangentSpec:
         for name in self.proxies:
-            choose("proxy", name, (*PROXIES, RANDOM))
+            choose("proxy", name, PROXIES)
         for name in self.gradients:
             choose("kind of gradient", name, GRADIENTS)
         return self

@@ -179,10 +179,8 @@ def check_folder(folder: Path, resume: bool) -> None:
     if resume and not has_run:
         raise RunError(f"{folder} holds no run to go on with; start one without --resume")
     if not resume and folder.is_dir() and any(folder.iterdir()):
-        what = (
-            "already holds a run; go on with --resume, or choose another" if has_run else "is not empty; choose a new"
-        )
-        raise RunError(f"{folder} {what} folder")
+        what = "already holds a run; go on with --resume, or" if has_run else "is not empty;"
+        raise RunError(f"{folder} {what} choose another folder")
 
 
 def same_recipe(folder: Path, recipe: Recipe) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anisoscope.capture.losses import CausalLoss, MaskedLoss
 from anisoscope.estimate import Estimate
 from anisoscope.monitor import Monitor
-from anisoscope.monitoring.views import Analysis, Name
+from anisoscope.monitoring.views import Name
 from anisoscope.runs.files import explained, replacing
 from anisoscope.runs.records import Curve
 from anisoscope.runs.store import RunWriter
@@ -28,6 +29,7 @@ from anisoscope.watching.schedules import schedule_of
 TANGENT = "tangent"
 STATES = "watching"
 """The folder of what analyses remember from look to look, so that a resumed run goes on as if nothing had happened."""
+SUFFIX = ".safetensors"
 SHOWN = (("dim", "two_nn"), ("aniso", "spectral_ratio"), ("cos", "mean_cosine"))
 """What a line of progress tells of a layer, and how it is called there."""
 
@@ -60,9 +62,10 @@ class Watcher:
         plan = setting.recipe.optimisation
         self._batch_tokens = plan.batch_size * setting.recipe.data.sequence_length
         self._looked = sorted(step for cell, step in (self.run.done() if self.run else ()) if cell == self.cell)
-        self._folder, self._analyses = setting.folder / STATES, self._make_analyses(setting)
         self._middle = f"resid.{setting.variant.layers // 2}"
+        self._folder, self._analyses = setting.folder / STATES, self._make_analyses(setting)
         self._losses = _losses_so_far(setting.folder, setting.step)
+        self._device = setting.device
         self._remember()
         before = Last(self._looked[-1], self._looked[-1] * self._batch_tokens) if self._looked else None
         return Monitor(
@@ -127,17 +130,14 @@ class Watcher:
         options = self.spec.tangent
         if options is None:
             return {}
+        # Here, not above: a training that nobody asks about tangents need not know of them.
         from anisoscope.monitoring.tangents import TangentAnalysis
 
-        self._ratio = f"{options.proxies[0]}.{options.gradients[0]}.ratio" if options.proxies else ""
-        return {
-            TANGENT: TangentAnalysis(
-                counts=setting.data.counts,
-                steps=setting.recipe.optimisation.steps,
-                seed=setting.seed,
-                **options.model_dump(),
-            )
-        }
+        self._ratio = f"{options.proxies[0]}.{options.gradients[0]}.ratio"
+        steps, seed = setting.recipe.optimisation.steps, setting.seed
+        made = TangentAnalysis(counts=setting.data.counts, steps=steps, seed=seed, **options.model_dump())
+        made.check({self._middle: setting.variant.width})
+        return {TANGENT: made}
 
     def _at_look(self, step: int) -> dict[Name, Estimate | Curve]:
         """At the end of a look: the training loss since the one before, and what analyses want to remember."""
@@ -154,26 +154,36 @@ class Watcher:
 
     def _write_states(self, step: int) -> None:
         """Before the look is stored: whatever happens in between, there is a state for the last stored look."""
-        states = {name: one.state_dict() for name, one in self._analyses.items() if _remembers(one)}
-        if not states or self.run is None:
+        from safetensors.torch import save
+
+        if self.run is None or not self._analyses:
             return
+        states = {f"{name}:{key}": value for name, one in self._analyses.items() for key, value in one.state().items()}
+        # The next look starts from what is written, here as in a run that was stopped: not a bit can differ.
+        self._restore(states)
         with explained(self._folder):
-            self._folder.mkdir(exist_ok=True)
-            with replacing(self._folder / f"{step}.pt") as file:
-                torch.save(states, file)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._folder / f"{step}{SUFFIX}") as file:
+                file.write(save(states))
             for old in _states_in(self._folder)[:-2]:
-                (self._folder / f"{old}.pt").unlink(missing_ok=True)
+                (self._folder / f"{old}{SUFFIX}").unlink(missing_ok=True)
 
     def _remember(self) -> None:
         """Give analyses back what they knew after the last stored look."""
+        from safetensors.torch import load_file
+
         known = [step for step in _states_in(self._folder) if self._looked and step <= self._looked[-1]]
         if not known or not self._analyses:
             return
         with explained(self._folder, reading=True):
-            states = torch.load(self._folder / f"{known[-1]}.pt", weights_only=True)
-        for name, state in states.items():
-            if name in self._analyses:
-                self._analyses[name].load_state_dict(state)
+            states = load_file(self._folder / f"{known[-1]}{SUFFIX}")
+        self._restore(states)
+
+    def _restore(self, states: Mapping[str, Tensor]) -> None:
+        for name, one in self._analyses.items():
+            # Copies lie in memory as results of a computation do; views into a file do not, and sums differ by a bit.
+            own = {key.partition(":")[2]: value.clone() for key, value in states.items() if key.startswith(f"{name}:")}
+            one.restore(own, self._device)
 
 
 def probe_of(data: TrainingData, spec: MonitorSpec, rows: int) -> list[Batch]:
@@ -214,11 +224,7 @@ def _losses_so_far(folder: Path, step: int) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if line["step"] <= step and line.get("loss") is not None}
 
 
-def _remembers(analysis: Analysis) -> bool:
-    return hasattr(analysis, "state_dict") and hasattr(analysis, "load_state_dict")
-
-
 def _states_in(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
-    return sorted(int(file.stem) for file in folder.glob("*.pt") if file.stem.isdigit())
+    return sorted(int(file.stem) for file in folder.glob(f"*{SUFFIX}") if file.stem.isdigit())
