@@ -118,14 +118,12 @@ def _layer_figure(
                 )
     series = [shelf.series for shelf in shelves]
     legend = (Toggle(kind="line", value=word, role=role, dash=None, on=True) for word, role in colours.items())
-    figure = Figure(
+    return pile.figure(
         key=key,
         title=title,
         caption=f"{caption} {band_words(series, pile.records)}".strip(),
-        panels=tuple(pile.panels),
         toggles=(*legend, *pile.switches(series)),
     )
-    return (figure,) if pile.panels else ()
 
 
 def _layer_lines(
@@ -151,12 +149,10 @@ def _layer_lines(
                         dash=number + place_of_kind,
                         # Panels of one colour have no switch for it: a tag would hide their lines.
                         tags=tags | ({"line": words} if len(one.endings) > 1 else {}),
-                        visible=number == 0 and place_of_kind == 0,
                     )
                     pick = _picker(measure, step, kind, end)
                     lines += drawn(shelf, pick, lambda r: place(shelf.label, r.site), look, joined=not end)
-    pile.proxies |= {PROXIES[proxy]: None for proxy in proxies}
-    pile.kinds |= kinds
+    pile.note([PROXIES[proxy] for proxy in proxies], kinds)
     pile.records += records
     return lines, records
 

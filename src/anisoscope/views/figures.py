@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from anisoscope.runs.records import Record, layer_of, site_order
 from anisoscope.views.construction import construction_figures, referee_figures
@@ -49,6 +50,7 @@ from anisoscope.views.training import drift_figures, energy_figures, loss_figure
 __all__ = ["Axis", "Figure", "Heatmap", "Line", "Panel", "Reference", "Toggle", "build_figures"]
 
 STEP_LINES = 5  # layers drawn in a series over steps
+MOST_COLUMNS = 3  # models whose panels still fit side by side
 MOST_TICKS = 8  # a curve with so few places gets a tick at each
 CURVES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -80,7 +82,7 @@ def build_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
     geometry = (*profiles(rest), *over_steps(rest), *heatmaps(rest))
     if not shelves:
         return (*geometry, *curves(series))
-    return (
+    figures = (
         *loss_figures(shelves),
         *geometry,
         *energy_figures(shelves, correct(series)),
@@ -89,6 +91,11 @@ def build_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
         *drift_figures(shelves),
         *referee_figures(shelves),
         *curves(series),
+    )
+    # Models side by side where each has its own panel.
+    together = len(series) if 1 < len(series) <= MOST_COLUMNS else 0
+    return tuple(
+        one if one.key.startswith(("loss", "profiles-")) else replace(one, columns=together) for one in figures
     )
 
 
@@ -139,8 +146,11 @@ def profiles(series: Sequence[Series]) -> tuple[Figure, ...]:
         )
     steps = sorted({one.steps[-1] for one in series if one.steps})
     when = f" At step {', '.join(f'{step:,}' for step in steps)}, the last." if steps and steps[-1] else ""
+    bands = "Bands are 95 % intervals."
+    if any(one.variant for one in series):
+        bands = band_words(series, (record for _, record in rows), switch=False)
     caption = (
-        "Bands are 95 % intervals. Look for where a curve rises or falls by more than its band, and whether the slices "
+        f"{bands} Look for where a curve rises or falls by more than its band, and whether the slices "
         "agree: what one token or one dimension makes is no property of the layer."
     )
     return tuple(
@@ -190,9 +200,9 @@ def _over_steps(chosen: Sequence[Series], ending: str) -> Figure:
             title = measure_title(measure) + (f" · {one.label}" if len(chosen) > 1 else "")
             key = f"steps-{measure}" + (f"-{one.label}" if len(chosen) > 1 else "")
             y = Axis(title=axis_title(measure))
-            panels.append(
-                Panel(key=key, title=title, x=axis, y=y, lines=tuple(lines), references=references(measure, [one]))
-            )
+            nulls = references(measure, [one])
+            panel = Panel(key=key, title=title, x=axis, y=y, lines=tuple(lines), references=nulls)
+            panels.append((measure_order(measure), panel))
     bands = "with 95 % bands. " if not any(one.variant for one in chosen) else ""
     said = "" if bands else band_words(chosen, (record for one in chosen for record in one.records))
     return Figure(
@@ -200,7 +210,7 @@ def _over_steps(chosen: Sequence[Series], ending: str) -> Figure:
         title="Gradients over training steps" if ending else "Over training steps",
         caption=f"A few layers from the first to the last{', ' if bands else '. '}{bands}Look for when a layer starts "
         f"to move, and whether early and late layers move together. {said}".strip(),
-        panels=tuple(panels),
+        panels=_models_together(panels),
         toggles=(*style.only("slice"), *seed_toggles(chosen)),
         shades=ends,
     )
@@ -231,20 +241,19 @@ def _heatmaps(chosen: Sequence[Series], ending: str) -> Figure:
                 if not any(cell for row in cells for cell in row):
                     continue
                 several = " · ".join(x for x, n in ((one.label, len(chosen)), (slice, len(slices))) if n > 1)
-                panels.append(
-                    Heatmap(
-                        key="-".join(filter(None, ("heatmap", measure, several))),
-                        title=measure_title(measure) + (f" · {several}" if several else ""),
-                        x=Axis(title="step", labels=tuple(f"{step:,}" for step in steps)),
-                        y=Axis(title="site", labels=tuple(sites)),
-                        z=tuple(tuple(None if cell is None else cell.value for cell in row) for row in cells),
-                        stderr=tuple(tuple(None if cell is None else cell.stderr for cell in row) for row in cells),
-                        n=tuple(tuple(None if cell is None else cell.n for cell in row) for row in cells),
-                        unit=unit(measure),
-                        visible=slice == slices[0],
-                        tags={"slice": slice, "model": one.label},
-                    )
+                panel = Heatmap(
+                    key="-".join(filter(None, ("heatmap", measure, several))),
+                    title=measure_title(measure) + (f" · {several}" if several else ""),
+                    x=Axis(title="step", labels=tuple(f"{step:,}" for step in steps)),
+                    y=Axis(title="site", labels=tuple(sites)),
+                    z=tuple(tuple(None if cell is None else cell.value for cell in row) for row in cells),
+                    stderr=tuple(tuple(None if cell is None else cell.stderr for cell in row) for row in cells),
+                    n=tuple(tuple(None if cell is None else cell.n for cell in row) for row in cells),
+                    unit=unit(measure),
+                    visible=slice == slices[0],
+                    tags={"slice": slice, "model": one.label},
                 )
+                panels.append(((measure_order(measure), slices.index(slice)), panel))
     caption = "Each row a layer, each column a step; columns are evenly spaced whatever the distance of the steps."
     counts = sorted({len(one.members) for one in chosen if one.members})
     means = f" Values are means over {' or '.join(map(str, counts))} seeds." if counts else ""
@@ -252,9 +261,14 @@ def _heatmaps(chosen: Sequence[Series], ending: str) -> Figure:
         key=f"heatmaps{ending}",
         title="Gradients by layer and step" if ending else "Layer by step",
         caption=caption + " Look for fronts: changes that begin in some layers and travel." + means,
-        panels=tuple(panels),
+        panels=_models_together(panels),
         toggles=style.only("slice"),
     )
+
+
+def _models_together(panels: Sequence[tuple[Any, Panel | Heatmap]]) -> tuple[Panel | Heatmap, ...]:
+    """Panels in the order of their keys: what is compared between models stands side by side."""
+    return tuple(panel for _, panel in sorted(panels, key=lambda pair: pair[0]))
 
 
 def curves(series: Sequence[Series]) -> tuple[Figure, ...]:
@@ -279,7 +293,7 @@ def curves(series: Sequence[Series]) -> tuple[Figure, ...]:
             panels.append(
                 Panel(
                     key=f"curve-{name}" + (f"-{one.label}" if len(last) > 1 else ""),
-                    title=f"{one.label}{_seed_said(one)}" if len(last) > 1 else name[:1].upper() + name[1:],
+                    title=(one.label if len(last) > 1 else name[:1].upper() + name[1:]) + _seed_said(one),
                     x=Axis(
                         title=named[0].x_label or "x",
                         log=log_x,

@@ -8,9 +8,9 @@ from anisoscope.runs.records import Record
 from anisoscope.views.layout import axis_title, few
 from anisoscope.views.names import DISTANCES, PROXIES, frequency_bin, tangent
 from anisoscope.views.panels import Axis, Figure, Line, Panel, Reference
-from anisoscope.views.seeds import band_words, seed_toggles
+from anisoscope.views.seeds import band_words
 from anisoscope.views.series import measure_title
-from anisoscope.views.shelf import Look, Shelf, chance_line, drawn, families, shaded, switches
+from anisoscope.views.shelf import Look, Pile, Shelf, chance_line, drawn, families, shaded
 from anisoscope.views.training import ONE, common_axis, keyed, titled
 
 FEW_LAYERS = 5
@@ -24,12 +24,11 @@ def bins_of(shelf: Shelf, measure: str) -> list[str]:
 
 
 def bin_axis(count: int) -> Axis:
-    """An axis of bins, its two ends in words."""
-    words = {1: "rarest", count: "most frequent"} if count > 1 else {1: "all"}
+    """An axis of bins. Its title says what the ends are: words as labels would be cut off at the margin."""
     return Axis(
-        title="token frequency",
+        title=f"frequency: 1 rarest, {count} most frequent",
         ticks=tuple(float(i) for i in range(1, count + 1)),
-        labels=tuple(words.get(i, str(i)) for i in range(1, count + 1)),
+        labels=tuple(str(i) for i in range(1, count + 1)),
     )
 
 
@@ -72,8 +71,7 @@ def _bin_lines(shelf: Shelf, measure: str, proxy: str = "", dash: int = 0) -> tu
     sites = few(next(iter(kinds.values()), []), FEW_LAYERS)
     lines: list[Line] = []
     for site, shade in shaded(sites):
-        tags = {"proxy": proxy} if proxy else {}
-        look = Look(name=site, shade=shade, dash=dash, tags=tags, visible=dash == 0)
+        look = Look(name=site, shade=shade, dash=dash, tags={"proxy": proxy} if proxy else {})
         lines += drawn(shelf, _at(measure, site, bins, step), _bin_number, look)
     return lines, sites
 
@@ -93,9 +91,7 @@ def _records(shelf: Shelf, measures: Sequence[str]) -> list[Record]:
 
 
 def _by_bin(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
-    panels, ends = [], ("", "")
-    proxies: dict[str, None] = {}
-    used: list[Record] = []
+    pile, ends = Pile(), ("", "")
     steps: list[int] = []
     for kind in KINDS:
         for shelf in shelves:
@@ -107,11 +103,11 @@ def _by_bin(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
                 ends = (sites[0], sites[-1]) if sites else ends
                 steps.append(_last_step(shelf, measure))
             if lines:
-                proxies |= dict.fromkeys(measures)
+                pile.note(list(measures), {})
                 records = _records(shelf, list(measures.values()))
-                used += records
+                pile.records += records
                 count = max((frequency_bin(r.slice) or (0, 0))[1] for r in records)
-                panels.append(
+                pile.panels.append(
                     Panel(
                         key=keyed(f"frequency-{kind}", shelf, shelves),
                         title=titled(f"Energy {kind} by frequency", shelf, shelves),
@@ -121,29 +117,22 @@ def _by_bin(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
                         references=_references(kind, records),
                     )
                 )
-    if not panels:
-        return ()
     series = [shelf.series for shelf in shelves]
     when = f"At step {', '.join(f'{step:,}' for step in sorted(set(steps)))}. "
-    return (
-        Figure(
-            key="frequency-bins",
-            title="By frequency at the last step",
-            caption=f"{when}Tokens in bins of equal mass, from the rarest to the most frequent. Look for a slope "
-            f"beyond the bands: a gradient that follows the proxy for rare tokens only. {band_words(series, used)}",
-            panels=tuple(panels),
-            toggles=(*switches("proxy", list(proxies), dashed=True), *seed_toggles(series)),
-            shades=ends,
-        ),
+    return pile.figure(
+        key="frequency-bins",
+        title="By frequency at the last step",
+        caption=f"{when}Tokens in bins of equal mass, from the rarest to the most frequent. Look for a slope "
+        "beyond the bands: a gradient that follows the proxy for rare tokens only. " + band_words(series, pile.records),
+        toggles=pile.switches(series),
+        shades=ends,
     )
 
 
 def _over_time(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
     place, axis = common_axis(shelves)
-    panels = []
-    proxies: dict[str, None] = {}
+    pile = Pile()
     middles: dict[str, None] = {}
-    used: list[Record] = []
     for kind in KINDS:
         for shelf in shelves:
             if len(shelf.steps) < 2:
@@ -156,14 +145,14 @@ def _over_time(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
                 middles[middle] = None
                 bins = bins_of(shelf, measure)
                 for slice, shade in shaded(bins):
-                    look = Look(name=slice, shade=shade, dash=dash, tags={"proxy": proxy}, visible=dash == 0)
+                    look = Look(name=slice, shade=shade, dash=dash, tags={"proxy": proxy})
                     pick = lambda of, m=measure, at=middle, bin=slice: of.get(m, at, bin)  # noqa: E731
                     lines += drawn(shelf, pick, lambda r: place(r.step), look)
             if lines:
-                proxies |= dict.fromkeys(measures)
+                pile.note(list(measures), {})
                 records = _records(shelf, list(measures.values()))
-                used += records
-                panels.append(
+                pile.records += records
+                pile.panels.append(
                     Panel(
                         key=keyed(f"frequency-{kind}-steps", shelf, shelves),
                         title=titled(f"Energy {kind} over training", shelf, shelves),
@@ -173,34 +162,28 @@ def _over_time(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
                         references=_references(kind, records),
                     )
                 )
-    if not panels:
-        return ()
     series = [shelf.series for shelf in shelves]
-    return (
-        Figure(
-            key="frequency-steps",
-            title=f"By frequency over training, at {', '.join(middles)}",
-            caption="One middle layer, bins of token frequency as ordered colours. Look for bins that part, and when. "
-            + band_words(series, used),
-            panels=tuple(panels),
-            toggles=(*switches("proxy", list(proxies), dashed=True), *seed_toggles(series)),
-            shades=("rarest", "most frequent"),
-        ),
+    return pile.figure(
+        key="frequency-steps",
+        title=f"By frequency over training, at {', '.join(middles)}",
+        caption="One middle layer, bins of token frequency as ordered colours. Look for bins that part, and when. "
+        + band_words(series, pile.records),
+        toggles=pile.switches(series),
+        shades=("rarest", "most frequent"),
     )
 
 
 def _distances(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
-    panels, ends = [], ("", "")
-    used: list[Record] = []
+    pile, ends = Pile(), ("", "")
     for measure in DISTANCES:
         for shelf in shelves:
             lines, sites = _bin_lines(shelf, measure)
             if lines:
                 ends = (sites[0], sites[-1])
                 records = _records(shelf, [measure])
-                used += records
+                pile.records += records
                 count = max((frequency_bin(r.slice) or (0, 0))[1] for r in records)
-                panels.append(
+                pile.panels.append(
                     Panel(
                         key=keyed(measure.replace("_", "-"), shelf, shelves),
                         title=titled(measure_title(measure), shelf, shelves),
@@ -209,17 +192,12 @@ def _distances(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
                         lines=tuple(lines),
                     )
                 )
-    if not panels:
-        return ()
     series = [shelf.series for shelf in shelves]
-    return (
-        Figure(
-            key="frequency-distances",
-            title="Distances to centroids by frequency",
-            caption="Mean distance of a token to the centroid of its own type, and to that of all tokens, at the last "
-            f"step. {band_words(series, used)}",
-            panels=tuple(panels),
-            toggles=seed_toggles(series),
-            shades=ends,
-        ),
+    return pile.figure(
+        key="frequency-distances",
+        title="Distances to centroids by frequency",
+        caption="Mean distance of a token to the centroid of its own type, and to that of all tokens, at the last "
+        f"step. {band_words(series, pile.records)}",
+        toggles=pile.switches(series),
+        shades=ends,
     )

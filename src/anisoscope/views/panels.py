@@ -92,7 +92,10 @@ class Toggle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Panels with a common caption. ``shades`` names the first and the last of an ordered colour."""
+    """Panels with a common caption. ``shades`` names the first and the last of an ordered colour.
+
+    ``columns`` is how many panels stand side by side where there is room, such as one for each model; 0 for any number.
+    """
 
     key: str
     title: str
@@ -100,6 +103,7 @@ class Figure:
     panels: tuple[Panel | Heatmap, ...]
     toggles: tuple[Toggle, ...] = ()
     shades: tuple[str, str] | None = None
+    columns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

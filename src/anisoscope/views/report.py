@@ -128,7 +128,7 @@ def render(
         headline=headline(series),
         facts=_facts(measured or series),
         findings=training_findings(training, tests) | findings(rest, profiles),
-        overs=_populations(series),
+        overs=_populations([*series, *shown]),
         shapes=_shape_rows(profiles, several=len(measured) > 1),
         tested=sum(profile.shape is not None for profile in profiles),
         comparison=comparison([one for one in rest if one.measured], profiles) if len(measured) > 1 else [],
@@ -222,7 +222,7 @@ def _facts(series: Sequence[Series]) -> list[tuple[str, str]]:
 def _populations(series: Sequence[Series]) -> list[str]:
     """What error bars are over, in a word each: ``rows`` of ``rows, from 16 disjoint subsamples``."""
     overs = {r.estimate.over for one in series for r in one.records if r.estimate.over}
-    return sorted({re.sub(r"^[\d,]+ ", "", over).split(",")[0] for over in overs})
+    return sorted({re.sub(r"^[\d,]+ | \(.*\)$", "", over).split(",")[0] for over in overs})
 
 
 def _fact(value: Any) -> str:

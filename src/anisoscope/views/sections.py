@@ -11,8 +11,9 @@ from anisoscope.views.panels import Figure, Heatmap, Table
 # The section of a figure, by how its key begins; the first that fits.
 SECTIONS = (
     ("loss", "Loss"),
-    ("steps-gradients", "Gradients over training"),
-    ("heatmaps-gradients", "Gradients over training"),
+    ("profiles-gradients", "Gradients"),
+    ("steps-gradients", "Gradients"),
+    ("heatmaps-gradients", "Gradients"),
     ("profiles-", "Layer profiles"),
     ("steps", "Over training"),
     ("heatmaps", "Layer by step"),
@@ -23,6 +24,7 @@ SECTIONS = (
     ("referee", "The referee"),
     ("curve-dimension against scale", "Dimension against scale"),
     ("curve-spectrum", "Spectra"),
+    ("curve-seminmf ratio against rank", "Energy ratio against rank"),
     ("curve-", "Other curves"),
 )
 # A training is read from its loss on; how the layers of its last step look comes after how they came to be.
@@ -36,7 +38,8 @@ TRAINING_ORDER = (
     "What could be a construction",
     "Drift of proxies",
     "The referee",
-    "Gradients over training",
+    "Energy ratio against rank",
+    "Gradients",
 )
 
 
@@ -75,7 +78,9 @@ def build_sections(
             _section(found, name)["tables"] = list(mine)
     for section in found.values():
         drawn = [entry["figure"] for entry in section["figures"]]
+        section["verdict"] = any(table.key == "referee" for table in section["tables"])
         section["shared"] = len({(figure.caption, figure.toggles, figure.shades) for figure in drawn}) == 1
+        section["figures"].sort(key=lambda entry: entry["figure"].key.startswith("profiles-gradients"))
     order = list(dict.fromkeys((*(TRAINING_ORDER if training else ()), *(name for _, name in SECTIONS))))
     return sorted(found.values(), key=lambda section: order.index(section["name"]))
 

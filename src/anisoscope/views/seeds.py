@@ -123,19 +123,20 @@ def seed_toggles(series: Iterable[Series]) -> tuple[Toggle, ...]:
     return tuple(Toggle(kind="seeds", value=name, role=None, dash=None, on=on) for name, on in names)
 
 
-def band_words(series: Sequence[Series], records: Iterable[Record]) -> str:
-    """What the bands of a figure are over, in a sentence."""
+def band_words(series: Sequence[Series], records: Iterable[Record], *, switch: bool = True) -> str:
+    """What the bands of a figure are over, in a sentence; ``switch`` where the figure can show each seed."""
     counts = sorted({len(one.members) for one in series if one.members})
     said = []
     if counts:
         several = " or ".join(map(str, counts))
+        each = "; the button shows each seed" if switch else ""
         said.append(
             f"Lines and bands: mean and 95 % interval over {several} seeds (Student's t), at the steps that all seeds "
-            "share; switch to each seed with the button."
+            f"share{each}."
         )
     if any(not one.members for one in series):
         overs = {record.estimate.over for record in records if record.estimate.over}
-        plain = sorted({re.sub(r"^[\d,]+ ", "", over).split(",")[0] for over in overs} - {"seeds"})
+        plain = sorted({re.sub(r"^[\d,]+ | \(.*\)$", "", over).split(",")[0] for over in overs} - {"seeds"})
         if plain:
             one_seed = "One seed: bands" if not counts else "Where there is one seed, bands"
             said.append(f"{one_seed} are 95 % intervals over {', '.join(plain)}.")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from anisoscope.runs.records import Record, layer_of, site_order
 from anisoscope.views.layout import family, few, record_line, unique
 from anisoscope.views.names import chance_of, proxies_in
-from anisoscope.views.panels import Line, Panel, Reference, Toggle
+from anisoscope.views.panels import Figure, Line, Panel, Reference, Toggle
 from anisoscope.views.seeds import seed_lines, seed_toggles
 from anisoscope.views.series import FIRST_SLICE, STREAM, Series
 
@@ -62,14 +63,13 @@ class Shelf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """How a line looks: its name, colour, dash and tags, and whether it is shown at first."""
+    """How a line looks: its name, colour and dash, and the tags that switches ask for."""
 
     name: str
     role: int = 0
     dash: int = 0
     shade: float | None = None
     tags: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    visible: bool = True
 
 
 @dataclass(slots=True)
@@ -80,6 +80,14 @@ class Pile:
     proxies: dict[str, None] = field(default_factory=dict)
     kinds: dict[str, list[str]] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
+    leading: dict[str, set[str]] = field(default_factory=dict)
+
+    def note(self, proxies: Sequence[str], kinds: Mapping[str, list[str]]) -> None:
+        """Take the proxies and kinds of sites of a panel; the first of each is shown until a reader asks for more."""
+        self.leading.setdefault("proxy", set()).update(list(proxies)[:1])
+        self.leading.setdefault("site", set()).update(list(kinds)[:1])
+        self.proxies |= dict.fromkeys(proxies)
+        self.kinds = self.kinds | {name: sites for name, sites in kinds.items() if name not in self.kinds}
 
     @property
     def ends(self) -> tuple[str, str] | None:
@@ -89,8 +97,29 @@ class Pile:
 
     def switches(self, series: Sequence[Series]) -> tuple[Toggle, ...]:
         """Switches for proxies, kinds of sites and seeds."""
-        proxies, kinds = switches("proxy", list(self.proxies), dashed=True), switches("site", list(self.kinds))
-        return (*proxies, *kinds, *seed_toggles(series))
+        found: list[Toggle] = []
+        for kind, names in (("proxy", list(self.proxies)), ("site", list(self.kinds))):
+            on = self.leading.get(kind, set())
+            found += [
+                Toggle(kind=kind, value=name, role=None, dash=i if kind == "proxy" else None, on=name in on)
+                for i, name in enumerate(names)
+                if len(names) > 1
+            ]
+        return (*found, *seed_toggles(series))
+
+    def figure(self, **fields: Any) -> tuple[Figure, ...]:
+        """The figure of the panels, its lines shown or hidden as its switches stand; none without panels."""
+        if not self.panels:
+            return ()
+        figure = Figure(panels=(), **fields)
+        on: dict[str, set[str]] = {}
+        for toggle in figure.toggles:
+            on.setdefault(toggle.kind, set()).update({toggle.value} if toggle.on else ())
+
+        def settled(line: Line) -> Line:
+            return replace(line, visible=all(kind not in on or tag in on[kind] for kind, tag in line.tags.items()))
+
+        return (replace(figure, panels=tuple(replace(p, lines=tuple(map(settled, p.lines))) for p in self.panels)),)
 
 
 def drawn(
@@ -110,7 +139,7 @@ def drawn(
             return None
         plain = record_line(mine, [x(record) for record in mine], of.label, joined=joined, more=more)
         plain = replace(plain, name=look.name, role=look.role, dash=look.dash, shade=look.shade)
-        return replace(plain, tags=look.tags, visible=look.visible)
+        return replace(plain, tags=look.tags)
 
     whole = line(shelf)
     if whole is None:
@@ -135,16 +164,6 @@ def split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """Records of layers, which a line joins, and those of the two ends, which none does."""
     inner = [record for record in records if layer_of(record.site) is not None]
     return inner, [record for record in records if layer_of(record.site) is None]
-
-
-def switches(kind: str, names: Sequence[str], *, dashed: bool = False) -> tuple[Toggle, ...]:
-    """A switch for each name, the first one on; none where there is only one name."""
-    if len(names) < 2:
-        return ()
-    return tuple(
-        Toggle(kind=kind, value=name, role=None, dash=number if dashed else None, on=number == 0)
-        for number, name in enumerate(names)
-    )
 
 
 def chance_line(records: Iterable[Record]) -> tuple[Reference, ...]:

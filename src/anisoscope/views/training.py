@@ -97,14 +97,12 @@ def course(
                     shade=shade,
                     dash=dash,
                     tags={"proxy": proxy, "site": kind},
-                    visible=dash == 0 and kind == next(iter(kinds)),
                 )
                 pick = lambda of, m=measure, at=site: of.get(m, at)  # noqa: E731
                 lines += drawn(shelf, pick, lambda r: place(r.step), look, more=more)
                 pile.records += shelf.get(measure, site)
     if lines:
-        pile.kinds = kinds | pile.kinds
-        pile.proxies |= dict.fromkeys(measures)
+        pile.note(list(measures), kinds)
     return lines
 
 
@@ -136,15 +134,14 @@ def energy_figures(shelves: Sequence[Shelf], tests: Tests) -> tuple[Figure, ...]
         "How many times more of the gradient lies along the proxy than along random directions beside it. Layers as "
         "ordered colours; 1 means that the gradient knows nothing of the proxy. A random basis must stay at 1."
     )
-    ratios = Figure(
+    ratios = pile.figure(
         key="energy-ratio",
         title="Energy ratio over training",
         caption=f"{caption} {band_words(series, pile.records)}".strip(),
-        panels=tuple(pile.panels),
         toggles=pile.switches(series),
         shades=pile.ends,
     )
-    return (*([ratios] if pile.panels else []), *_weight_shares(shelves, place, axis))
+    return (*ratios, *_weight_shares(shelves, place, axis))
 
 
 def _weight_shares(shelves: Sequence[Shelf], place: Callable[[int], float], axis: Axis) -> tuple[Figure, ...]:
@@ -173,15 +170,13 @@ def _weight_shares(shelves: Sequence[Shelf], place: Callable[[int], float], axis
                 )
     series = [shelf.series for shelf in shelves]
     caption = "Share of gradients of weights, and of what the optimiser changed, along the proxy: one matrix a look."
-    figure = Figure(
+    return pile.figure(
         key="energy-shares",
         title="Weights and updates along the proxy",
         caption=f"{caption} {band_words(series, pile.records)}".strip(),
-        panels=tuple(pile.panels),
         toggles=pile.switches(series),
         shades=pile.ends,
     )
-    return (figure,) if pile.panels else ()
 
 
 def drift_figures(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
@@ -214,12 +209,10 @@ def drift_figures(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
         "anisotropy: what the gradient's anisotropy loses without the proxy, beyond what it loses without a control. "
         "IsoScore* above 0 and spectral ratio below 0 say that the proxy holds more of it than a control."
     )
-    figure = Figure(
+    return pile.figure(
         key="drift",
         title="Drift and anisotropy of proxies",
         caption=f"{caption} {band_words(series, pile.records)}".strip(),
-        panels=tuple(pile.panels),
         toggles=pile.switches(series),
         shades=pile.ends,
     )
-    return (figure,) if pile.panels else ()

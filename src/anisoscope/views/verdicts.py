@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from anisoscope.estimate import Estimate
-from anisoscope.runs.records import Record
+from anisoscope.runs.records import Record, layer_of
 from anisoscope.views.corrected import LEVEL, Test, Tests, significant
-from anisoscope.views.layout import family, unique
+from anisoscope.views.layout import family, few, unique
 from anisoscope.views.names import CORRELATIONS, GRADIENTS, PROXIES
 from anisoscope.views.panels import Table
 from anisoscope.views.seeds import cells_of
 from anisoscope.views.series import digits_of, interval_words, with_error
 from anisoscope.views.shelf import Shelf, families
 
+TABLE_LAYERS = 5  # layers of each kind in a small table
 FACTS = {
     "seminmf.explained": "Explained variance",
     "seminmf.sparsity": "Sparsity",
@@ -28,8 +29,9 @@ def listed(names: Sequence[str]) -> str:
 
 
 def places(sites: Sequence[str], count: int | None = None) -> str:
-    """``layers``, or ``sites`` where these are of several kinds; one of them alone in the singular."""
-    word = "layer" if len(set(map(family, sites))) == 1 else "site"
+    """``layers``, or ``sites`` where not all are numbered layers of one kind; one alone in the singular."""
+    alike = len(set(map(family, sites))) == 1 and all(layer_of(site) is not None for site in sites)
+    word = "layer" if alike else "site"
     return word if (len(sites) if count is None else count) == 1 else f"{word}s"
 
 
@@ -111,36 +113,37 @@ def reader_excess(shelf: Shelf, tests: Tests, proxy: str) -> Excess | None:
 
 
 def construction_words(shelves: Sequence[Shelf], tests: Tests) -> list[str]:
-    """``The reader share exceeds the permuted-signal null at n of m layers``, for each model and proxy."""
+    """``The reader share exceeds the permuted-signal null at n of m layers``, for each model, proxy by proxy."""
     said = []
     for shelf in shelves:
         who = f"{shelf.label}: " if len(shelves) > 1 else ""
-        for proxy in shelf.proxies:
-            found = reader_excess(shelf, tests, proxy)
-            if found:
-                noun = places(found.sites)
-                plain = f"{who}{PROXIES[proxy]}: the reader share exceeds the permuted-signal null"
-                tail = f" at {len(found.above)} of {len(found.sites)} {noun} (95 % interval of the excess above 0)"
-                if not found.above:
-                    tail += "; what it has above chance is a construction"
-                if found.corrected:
-                    tail += f"; {found.corrected[0]} of {found.corrected[1]} stay significant after correction"
-                said.append(f"{plain}{tail}.")
-            said += _enriched(shelf, proxy, who)
+        found = [(proxy, one) for proxy in shelf.proxies if (one := reader_excess(shelf, tests, proxy))]
+        if found:
+            counts = listed([_excess_count(proxy, one) for proxy, one in found])
+            none = not any(one.above for _, one in found)
+            end = " What it has above chance is a construction." if none else ""
+            said.append(
+                f"{who}The reader share exceeds the permuted-signal null (95 % interval of the excess above 0) "
+                f"{counts}, at step {found[0][1].step:,}.{end}"
+            )
+        rich = [words for proxy in shelf.proxies if (words := _enriched(shelf, proxy))]
+        if rich:
+            said.append(f"{who}The activation gradient holds more than its share of the variance {listed(rich)}.")
     return said
 
 
-def _enriched(shelf: Shelf, proxy: str, who: str) -> list[str]:
+def _excess_count(proxy: str, found: Excess) -> str:
+    corrected = f" ({found.corrected[0]} after correction)" if found.corrected else ""
+    return f"at {len(found.above)} of {len(found.sites)} {places(found.sites)} for {PROXIES[proxy]}{corrected}"
+
+
+def _enriched(shelf: Shelf, proxy: str) -> str:
     last = shelf.last(f"{proxy}.activation.enrichment")
     sure = [interval for r in last if (interval := r.estimate.interval()) is not None]
     if not sure:
-        return []
+        return ""
     above, below = sum(low > 1 for low, _ in sure), sum(high < 1 for _, high in sure)
-    noun = places([r.site for r in last])
-    return [
-        f"{who}{PROXIES[proxy]}: the activation gradient holds more than its share of variance at {above} of "
-        f"{len(last)} {noun}, less at {below}."
-    ]
+    return f"at {above} of {len(last)} {places([r.site for r in last])} for {PROXIES[proxy]} (less at {below})"
 
 
 class Verdict(NamedTuple):
@@ -179,18 +182,23 @@ def referee_words(found: Sequence[Verdict]) -> list[str]:
     else:
         whole = f"The tangent reading does not survive at any of the {len(found)} {noun} the referee looked at."
     said = [whole]
-    groups: dict[tuple[str, str], list[Verdict]] = {}
+    groups: dict[str, dict[str, list[Verdict]]] = {}
     for one in found:
-        groups.setdefault((one.model, one.proxy), []).append(one)
-    for (model, proxy), mine in groups.items():
-        yes = [one.record.site for one in mine if one.survives]
-        no = [one.record.site for one in mine if not one.survives]
-        noun = places([one.record.site for one in mine])
-        parts = [f"survives at {len(yes)} of {len(mine)} {noun}" + (f" ({', '.join(yes)})" if yes else "")]
-        if no:
-            parts.append(f"fails at {', '.join(no)}")
-        said.append(f"{model}, {PROXIES[proxy]}, step {mine[0].record.step:,}: {'; '.join(parts)}.")
+        groups.setdefault(one.model, {}).setdefault(one.proxy, []).append(one)
+    for model, by_proxy in groups.items():
+        counts = [f"{PROXIES[proxy]} {_survivors(mine)}" for proxy, mine in by_proxy.items()]
+        steps = sorted({one.record.step for mine in by_proxy.values() for one in mine})
+        when = ", ".join(f"{step:,}" for step in steps)
+        said.append(f"{model}, step {when}: the tangent reading of {'; of '.join(counts)}.")
     return said
+
+
+def _survivors(mine: Sequence[Verdict]) -> str:
+    """``survives at 2 of 8 layers (resid.2, resid.3)``."""
+    sites, yes = [one.record.site for one in mine], [one.record.site for one in mine if one.survives]
+    no = [site for site in sites if site not in yes]
+    where = f" ({', '.join(yes)})" if len(yes) <= len(no) else f" (all but {', '.join(no)})" if no else ""
+    return f"survives at {len(yes)} of {len(sites)} {places(sites)}{where if yes else ''}"
 
 
 def referee_table(found: Sequence[Verdict]) -> list[Table]:
@@ -200,9 +208,9 @@ def referee_table(found: Sequence[Verdict]) -> list[Table]:
     rows = tuple(
         (
             one.record.site,
+            "survives" if one.survives else "does not survive",
             one.model,
             PROXIES[one.proxy],
-            "survives" if one.survives else "does not survive",
             tuple(one.record.estimate.notes) or ("no reason was recorded",),
         )
         for one in found
@@ -211,7 +219,7 @@ def referee_table(found: Sequence[Verdict]) -> list[Table]:
         "A reading survives if every check is passed. What is only said, such as the comparison with top-variance "
         "directions, does not count against it."
     )
-    head = ("Site", "Model", "Proxy", "Tangent reading", "Reasons")
+    head = ("Site", "Tangent reading", "Model", "Proxy", "Reasons")
     return [Table(key="referee", caption=caption, head=head, rows=rows)]
 
 
@@ -277,4 +285,4 @@ def fact_words(estimate: Estimate | None) -> str:
 
 def _table_sites(shelf: Shelf, names: Sequence[str]) -> list[str]:
     kinds = families(unique(site for name in names for site in shelf.sites(name)))
-    return [site for sites in kinds.values() for site in sites]
+    return [site for sites in kinds.values() for site in few(sites, TABLE_LAYERS)]
