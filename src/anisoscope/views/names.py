@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class Tangent:
         return ", ".join(filter(None, (PROXIES[self.proxy], GRADIENTS.get(self.gradient, self.gradient))))
 
 
+@functools.cache
 def tangent(measure: str) -> Tangent | None:
     """``seminmf.activation.ratio`` taken apart; None for the name of any other measure."""
     proxy, *rest = measure.split(".")
@@ -59,11 +61,13 @@ def tangent(measure: str) -> Tangent | None:
     return Tangent(proxy, rest[0] if len(rest) == 2 else "", rest[-1])
 
 
+@functools.cache
 def is_analysis(measure: str) -> bool:
     """Whether a name belongs to the tangent analysis, which has figures of its own."""
     return measure in DISTANCES or measure in CORRELATIONS or tangent(measure) is not None
 
 
+@functools.cache
 def frequency_bin(slice: str) -> tuple[int, int] | None:
     """The number of a bin of token frequency and how many there are; None for other slices."""
     match = _BIN.match(slice)

@@ -180,6 +180,7 @@ def glossary() -> dict[str, dict[str, str]]:
     return known
 
 
+@functools.cache
 def entry_of(name: str) -> dict[str, str]:
     """The entry of a measure in the glossary; a number of the tangent analysis goes by what it is of any proxy."""
     parts = tangent(name)
