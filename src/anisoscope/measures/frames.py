@@ -16,7 +16,7 @@ from anisoscope.measures.base import Duplicates, Needs, Workspace
 from anisoscope.measures.neighbors import neighbors_of
 from anisoscope.rows import as_rows
 
-BATCH_NUMBERS = 1 << 23  # numbers gathered at a time: about 170 neighbourhoods of 64 rows at width 768
+BATCH_NUMBERS = (1 << 23, 1 << 20)  # numbers gathered at a time; on the CPU so few that they stay in cache
 
 
 @dataclass(frozen=True)
@@ -98,34 +98,42 @@ def local_frames(
     make = partial(torch.empty, device=rows.device)
     tangents = make((count, width, dimension), dtype=dtype)
     variances, scores = make((count, rank), dtype=torch.float64), make((count, members, rank), dtype=dtype)
-    # One core for each worker: LAPACK on matrices this small only loses time by sharing one among cores.
+
+    def fill(here: slice) -> None:
+        # index_select gathers at twice the speed of rows[...]
+        local = rows.index_select(0, found.members[here, 1:].reshape(-1)).unflatten(0, (-1, members - 1)).to(dtype)
+        local -= rows.index_select(0, found.members[here, 0])[:, None].to(dtype)
+        unit = _unit(local)
+        # Differences to the anchor: its own is zero, and so are its products.
+        gram = torch.zeros((len(local), members, members), dtype=torch.float64, device=rows.device)
+        gram[:, 1:, 1:] = torch.bmm(local, local.transpose(1, 2))
+        gram -= gram.mean(dim=1, keepdim=True)  # about the mean: the anchor was only a near point to start from
+        gram -= gram.mean(dim=2, keepdim=True)
+        # LAPACK sorts upwards, so matrices go in with their sign turned.
+        values, vectors = torch.linalg.eigh(gram.neg_().to(dtype))
+        values, scores[here] = values[:, :rank].neg_().double().clamp_min(0), vectors[:, :, :rank]
+        if not bool((values[:, 0] > 0).all()):
+            raise DegenerateError("a neighbourhood holds copies of one row only: it has no shape; drop duplicates")
+        variances[here] = values * unit.double().square() / (members - 1)
+        # Scores sum to zero along each axis, so that these columns do not see which point was taken off.
+        spans = torch.bmm(vectors[:, 1:, :dimension].transpose(1, 2), local)
+        tangents[here] = _orthonormal(spans.transpose(1, 2))
+
+    few = max(1, BATCH_NUMBERS[rows.device.type == "cpu"] // (members * width))
+    parts = [slice(at, at + few) for at in range(0, count, few)]
+    # One core for each worker: matrices this small only lose time by being shared among cores.
     with ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        batch = max(1, BATCH_NUMBERS // (members * width))
-        for at in range(0, count, batch):
-            here = slice(at, at + batch)
-            # index_select gathers at twice the speed of rows[...]
-            local = rows.index_select(0, found.members[here].reshape(-1)).unflatten(0, (-1, members)).to(dtype)
-            local -= local[:, :1].clone()
-            unit = _unit(local)
-            gram = torch.bmm(local, local.transpose(1, 2)).double()
-            gram -= gram.mean(dim=1, keepdim=True)  # about the mean: the anchor was only a near point to start from
-            gram -= gram.mean(dim=2, keepdim=True)
-            values = _batched_eigh(gram.to(dtype), pool, scores[here]).double().clamp_min(0)
-            if not bool((values[:, 0] > 0).all()):
-                raise DegenerateError("a neighbourhood holds copies of one row only: it has no shape; drop duplicates")
-            variances[here] = values * unit.double().square() / (members - 1)
-            # Scores sum to zero along each axis, so that these columns do not see which point was taken off.
-            tangents[here] = _orthonormal(torch.bmm(local.transpose(1, 2), scores[here, :, :dimension]))
+        list(pool.map(fill, parts))
     return LocalFrames(tangents, variances, scores, found)
 
 
-def _unit(local: Float[Tensor, "m k1 d"]) -> Float[Tensor, "m 1"]:
-    """Bring differences, in place, to a size whose squares stay in range where they are not; the unit they are in."""
-    size = torch.linalg.vector_norm(local[:, 1:], dim=2)
+def _unit(local: Float[Tensor, "m k d"]) -> Float[Tensor, "m 1"]:
+    """Bring differences (the largest last), in place, to a size whose squares stay in range; the unit they are in."""
+    size = torch.linalg.vector_norm(local[:, -1], dim=1)  # the farthest: nearer ones may lie as near as they like
     small, large = (1e-140, 1e140) if local.dtype == torch.float64 else (1e-15, 1e15)
-    low, high = size[:, -1].aminmax()  # the farthest member: nearer ones may lie as near as they like
+    low, high = size.aminmax()
     if small < float(low) and float(high) < large:
-        return size.new_ones(len(size), 1)
+        return torch.ones_like(size)[:, None]
     unit = local.abs().amax(dim=(1, 2))[:, None]
     unit = torch.where(unit > 0, unit, 1)
     local /= unit[:, :, None]
@@ -154,22 +162,3 @@ def _orthonormal(columns: Float[Tensor, "m d r"]) -> Float[Tensor, "m d r"]:
             columns.dtype
         )
     return columns
-
-
-def _batched_eigh(
-    gram: Float[Tensor, "m k k"], pool: ThreadPoolExecutor, vectors: Float[Tensor, "m k r"]
-) -> Float[Tensor, "m r"]:
-    """Leading eigenvalues of many small matrices, descending; their vectors are written into ``vectors``.
-
-    LAPACK takes them one by one, so threads share them out. It sorts upwards, so matrices go in with their sign turned.
-    """
-    rank = vectors.shape[2]
-    shares = torch.get_num_threads() if gram.device.type == "cpu" else 1
-
-    def solve(part: tuple[Tensor, Tensor]) -> Tensor:
-        values, found = torch.linalg.eigh(part[0])
-        part[1].copy_(found[:, :, :rank])
-        return values[:, :rank].neg_()
-
-    parts = zip(gram.neg_().tensor_split(shares), vectors.tensor_split(shares), strict=True)
-    return torch.cat(list(pool.map(solve, parts)))

@@ -66,6 +66,10 @@ def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None =
         raise OptionError(f"k must be at least 1, got {k}")
     if n < k + 1:
         raise TooFewRowsError(f"{k} neighbours need at least {k + 1} distinct rows, got {n}")
+    if plan is None and by_tiles(rows.device):
+        from anisoscope.measures.neighbors_gpu import nearest_by_tiles  # builds on this module
+
+        return nearest_by_tiles(rows, k)
     if plan is None and n <= FEW_ROWS:
         return neighbors_of(rows, torch.arange(n, device=rows.device), k)
     generator = torch.Generator().manual_seed(seed)
@@ -80,6 +84,11 @@ def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None =
     search.first_bounds()
     search.sweep()
     return search.result()
+
+
+def by_tiles(device: torch.device) -> bool:
+    """Whether one plain product of all pairs is the way: where products are cheap and waiting for them is dear."""
+    return device.type == "cuda"
 
 
 def neighbors_of(rows: Float[Tensor, "n d"], anchors: Int[Tensor, "m"], k: int) -> Neighbors:

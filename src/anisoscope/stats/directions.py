@@ -11,6 +11,7 @@ from torch import Tensor
 from anisoscope.errors import ShapeError, ZeroRowError, name_rows
 
 BLOCK_ROWS = 2048  # a block is read from memory once and then multiplied from cache
+SWEEP_ROWS = 1 << 17  # rows whose partial sums are held together: a hundredth of the rows themselves
 PART_ROWS = 128  # rows summed in float32 before float64 takes over
 
 
@@ -34,8 +35,8 @@ class Directions:
     def update(self, rows: Float[Tensor, "n d"], start: int = 0) -> Directions:
         """The state after these rows too; ``start`` is the number of the first one, for messages."""
         total = self.total.clone()
-        for at in range(0, len(rows), BLOCK_ROWS):
-            total += _unit_sum(rows[at : at + BLOCK_ROWS], start + at)
+        for at in range(0, len(rows), SWEEP_ROWS):
+            total += _unit_sum(rows[at : at + SWEEP_ROWS], start + at)
         return Directions(self.count + len(rows), total)
 
     def merge(self, other: Directions) -> Directions:
@@ -57,17 +58,27 @@ def unit_rows(rows: Float[Tensor, "n d"], start: int = 0) -> Float[Tensor, "n d"
     return scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
 
 
-def _unit_sum(block: Tensor, start: int) -> Tensor:
-    wide = block if block.dtype == torch.float64 else block.float()
-    length = torch.linalg.vector_norm(wide, dim=1)
+def _unit_sum(rows: Float[Tensor, "n d"], start: int) -> Float[Tensor, "d"]:
+    """``sum x / |x|`` in float64. Each block is read from memory once: for its lengths, and then for its sums."""
+    whole, (n, width) = len(rows) - len(rows) % PART_ROWS, rows.shape
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    length = torch.empty(n, dtype=dtype, device=rows.device)
+    parts = torch.empty((whole // PART_ROWS, 1, width), dtype=dtype, device=rows.device)
+    for at in range(0, whole, BLOCK_ROWS):
+        end = min(at + BLOCK_ROWS, whole)
+        wide, here = rows[at:end].to(dtype), length[at:end]
+        torch.linalg.vector_norm(wide, dim=1, out=here)
+        # A batch of short products reads the rows at twice the speed of one long one, and rounds less.
+        weights = here.reciprocal().view(-1, 1, PART_ROWS)
+        torch.bmm(weights, wide.reshape(-1, PART_ROWS, width), out=parts[at // PART_ROWS : end // PART_ROWS])
+    rest = rows[whole:].to(dtype)
+    torch.linalg.vector_norm(rest, dim=1, out=length[whole:])
+    # Looked at once and afterwards: an infinite or lost square shows in the length, and then nothing above counts.
     if not _is_safe(length):
-        return unit_rows(block, start).sum(dim=0, dtype=torch.float64)
-    length.reciprocal_()
-    whole = len(wide) - len(wide) % PART_ROWS
-    # A batch of short products reads the rows at twice the speed of one long one, and rounds less.
-    parts = torch.bmm(length[:whole].view(-1, 1, PART_ROWS), wide[:whole].reshape(-1, PART_ROWS, wide.shape[1]))
-    total = parts.sum(dim=(0, 1), dtype=torch.float64)
-    return total if whole == len(wide) else total + (length[whole:] @ wide[whole:]).double()
+        blocks = range(0, n, BLOCK_ROWS)
+        sums = [unit_rows(rows[at : at + BLOCK_ROWS], start + at).sum(dim=0, dtype=torch.float64) for at in blocks]
+        return torch.stack(sums).sum(dim=0)
+    return parts.double().sum(dim=(0, 1)) + (length[whole:].reciprocal() @ rest).double()
 
 
 def along(blocks: Float[Tensor, "g l d"], direction: Float[Tensor, "d"]) -> Float[Tensor, "g l"]:
