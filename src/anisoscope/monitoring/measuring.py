@@ -17,6 +17,7 @@ from torch import Tensor
 from anisoscope.errors import NonFiniteError, OptionError, SiteError, TooFewRowsError
 from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Workspace, compute, lookup
+from anisoscope.measures.neighbors_gpu import full_precision
 from anisoscope.measures.table import measure
 from anisoscope.monitoring.views import Analysis, Look, MapView, Name, SiteView
 from anisoscope.runs.records import Curve, Failure, Record
@@ -96,7 +97,14 @@ def enter_look(book: Book, look: Look, what: What) -> None:
     for site, why in look.silent.items():
         for name in (*what.measures, *_gradient_names(what)):
             book.fail(site, name, why)
-    for view in look.views:
+    if look.views:
+        # The model may run in bfloat16 or TF32; what is measured of it must not.
+        with full_precision(look.views[0].x.device):
+            _enter_views(book, look.views, what)
+
+
+def _enter_views(book: Book, views: Sequence[SiteView], what: What) -> None:
+    for view in views:
         _enter_states(book, view, what)
         _enter_gradients(book, view, what)
         _enter_maps(book, view)

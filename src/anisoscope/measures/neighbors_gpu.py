@@ -1,0 +1,154 @@
+"""Nearest neighbours where all pairs are cheap and asking the device is dear: a GPU, on which one plain product wins.
+
+The promise is that of ``measures.neighbors``: float32 products give lower bounds on squared distances, with a proven
+allowance for rounding; a few candidates of each row are measured by differences in float64; a row is settled where the
+bound of its last candidate reaches its k-th distance. Rows that are not settled (many neighbours within the allowance)
+meet float64 products, whose allowance is a billionth of that, and whatever is left then goes to ``neighbors_of``.
+Nothing waits for the device before all rows have been searched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from anisoscope.measures.neighbors import SPARE, Neighbors, neighbors_of
+from anisoscope.measures.plan import scale_of
+
+TILE_CELLS = 1 << 26  # bounds held at a time: a quarter of a gigabyte in float32
+GROUP = 128  # columns whose least bound stands for them in the first look
+PAIR_CELLS = 1 << 25  # differences held at a time, float64
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Products of float32 are products of float32 inside: no autocast, no TF32; afterwards both are as they were."""
+    if device.type != "cuda":
+        with torch.autocast(device.type, enabled=False):
+            yield
+        return
+    own, other = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = own.fp32_precision, other.fp32_precision
+    try:
+        plain: str | None = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set through the newer of torch's two interfaces, which the older one then refuses to read
+        plain = None
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        if plain is not None:
+            torch.set_float32_matmul_precision(plain)
+        own.fp32_precision, other.fp32_precision = before
+
+
+@dataclass(frozen=True)
+class Found:
+    """Distances to the nearest rows and their numbers, float64 by differences, and which rows are certain."""
+
+    distances: Float[Tensor, "n k"]
+    indices: Int[Tensor, "n k"]
+    settled: Bool[Tensor, "n"]
+
+
+def search(
+    rows: Float[Tensor, "n d"],
+    k: int,
+    scale: float,
+    *,
+    anchors: Int[Tensor, "m"] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Found:
+    """One pass over all pairs of ``anchors`` (all rows) with all rows; asks nothing of the device.
+
+    ``scale`` is the power of two of ``plan.scale_of``, ``dtype`` that of the products.
+    """
+    n, width = rows.shape
+    own = torch.arange(n, device=rows.device) if anchors is None else anchors
+    take = min(k + SPARE, n - 1)
+    allowance = 4 * (width + 16) * torch.finfo(dtype).eps / 2
+    whole, size = _prepared(rows, scale, dtype, allowance)
+    found, index, settled = [], [], []
+    for part in own.split(max(GROUP, TILE_CELLS // len(whole))):
+        bound = torch.addmm(size[None, :], whole[part], whole.T, alpha=-2)
+        bound.scatter_(1, part[:, None], torch.inf)
+        value, near = _least(bound, take)
+        value = value[:, -1] + size[part]
+        d2, here = _measured(rows, part, near, k, scale)
+        limit = d2[:, -1]
+        # Rounded up, so that a comparison in float32 never settles a row that it should not.
+        reach = torch.where(limit > 0, (limit * (1 + 2.0**-22)).to(dtype) + 1e-36, 0.0)
+        found.append(d2)
+        index.append(here)
+        settled.append(value >= reach if take < n - 1 else torch.ones_like(limit, dtype=torch.bool))
+    return Found(torch.cat(found).sqrt() / scale, torch.cat(index), torch.cat(settled))
+
+
+def nearest_by_tiles(rows: Float[Tensor, "n d"], k: int) -> Neighbors:
+    """The ``k`` nearest other rows of every row, exact in float64, ties in any order."""
+    with full_precision(rows.device):
+        scale = scale_of(rows)
+        found = search(rows, k, scale)
+        return settle(rows, k, scale, found)
+
+
+def settle(rows: Float[Tensor, "n d"], k: int, scale: float, found: Found) -> Neighbors:
+    """The search made certain for the rows that float32 could not settle."""
+    left = (~found.settled).nonzero().reshape(-1)
+    distances, indices = found.distances, found.indices
+    if len(left):
+        again = search(rows, k, scale, anchors=left, dtype=torch.float64)
+        distances, indices = distances.index_copy(0, left, again.distances), indices.index_copy(0, left, again.indices)
+        left = left[~again.settled]
+    if len(left):
+        last = neighbors_of(rows, left, k)
+        distances, indices = distances.index_copy(0, left, last.distances), indices.index_copy(0, left, last.indices)
+    return Neighbors(distances, indices)
+
+
+def _prepared(
+    rows: Float[Tensor, "n d"], scale: float, dtype: torch.dtype, allowance: float
+) -> tuple[Float[Tensor, "p d"], Float[Tensor, "p"]]:
+    """Rows about their mean and their shrunken squared lengths, filled up to whole groups with rows infinitely far."""
+    n, width = rows.shape
+    padded = -(-n // GROUP) * GROUP
+    whole = torch.zeros(padded, width, dtype=dtype, device=rows.device)
+    wide = rows.double()
+    whole[:n] = (wide - wide.mean(dim=0)) * scale  # rounded after the mean is off: the error is local too
+    size = torch.linalg.vector_norm(whole, dim=1).square_().mul_(1 - allowance)
+    size[n:] = torch.inf
+    return whole, size
+
+
+def _least(bound: Float[Tensor, "m p"], take: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
+    """The ``take`` smallest of each row, ascending, and where: they lie in the ``take`` groups of smallest minimum."""
+    m, columns = bound.shape
+    groups = bound.view(m, columns // GROUP, GROUP)
+    if groups.shape[1] <= 2 * take:
+        best = bound.topk(take, dim=1, largest=False, sorted=True)
+        return best.values, best.indices
+    near = groups.amin(dim=2).topk(take, dim=1, largest=False, sorted=False).indices
+    some = groups.gather(1, near[:, :, None].expand(-1, -1, GROUP)).flatten(1)
+    best = some.topk(take, dim=1, largest=False, sorted=True)
+    group = near.gather(1, best.indices // GROUP)
+    return best.values, group * GROUP + best.indices % GROUP
+
+
+def _measured(
+    rows: Float[Tensor, "n d"], part: Int[Tensor, "m"], near: Int[Tensor, "m t"], k: int, scale: float
+) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
+    """Squared distances to candidates by differences in float64, the k least of them, ascending."""
+    found = []
+    step = max(1, PAIR_CELLS // (near.shape[1] * rows.shape[1]))
+    for own, others in zip(part.split(step), near.split(step), strict=True):
+        difference = rows[others].double().sub_(rows[own].double()[:, None])
+        difference = difference.mul_(scale) if scale != 1 else difference
+        found.append(torch.linalg.vector_norm(difference, dim=2).square_())
+    best = torch.cat(found).topk(k, dim=1, largest=False, sorted=True)
+    return best.values, near.gather(1, best.indices)
