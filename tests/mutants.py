@@ -35,6 +35,7 @@ class Mutant:
 
 A, D, N = "measures/anisotropy.py", "measures/dimension.py", "measures/neighbors.py"
 U, C, P, B = "measures/uncertainty.py", "measures/curvature.py", "measures/paths.py", "measures/base.py"
+ENERGY, CROSSED, TANGENTS = "tests/test_energy.py", "tests/test_crossed.py", "tests/test_tangents.py"
 PROFILE, SWEEP, STORE = "tests/test_profile.py", "tests/test_sweep.py", "tests/test_store.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
@@ -144,6 +145,27 @@ MUTANTS = [
     Mutant("sweep.py", "            _same_recipe(folder, recipe)", "            pass", (SWEEP,)),
     Mutant("runs/reader.py", "ORDER BY parts.id", "ORDER BY parts.path DESC", (STORE,)),
     Mutant("capture/rows.py", "batch.mask & ~batch.special", "batch.mask", ("tests/test_capture_rows.py",)),
+    Mutant("tangent/units.py", "return (1 + int(", "return (int(", (ENERGY,)),
+    Mutant("tangent/crossed.py", "(bottom - top).clamp_min(0)", "bottom", (CROSSED,)),
+    Mutant("tangent/crossed.py", "2 * seed + other", "seed", (CROSSED,)),
+    Mutant("tangent/crossed.py", "bases[name][other]", "bases[name][half]", (CROSSED,)),
+    Mutant("tangent/drawn.py", "inner = self.inner - c.transpose(1, 2) @ c", "inner = self.inner", (ENERGY,)),
+    Mutant("tangent/drawn.py", "form = form - mixed - ", "form = form - ", (ENERGY,)),
+    Mutant("tangent/energy.py", ".clamp_min(0) * (k / (d - k))", ".clamp_min(0) * (k / d)", (ENERGY, CROSSED)),
+    Mutant("tangent/nulls.py", "left_top = top - 2 *", "left_top = top - 1 *", (ENERGY,)),
+    Mutant("tangent/nulls.py", "+ (both - own) *", "+ 0 * (both - own) *", (TANGENTS,)),
+    Mutant("tangent/verify.py", "steps.flip(0).cummin(dim=0).values.flip(0)", "steps", ("tests/test_verify.py",)),
+    Mutant("tangent/anisotropy.py", "- 2 * image.square()", "- image.square()", (ENERGY,)),
+    Mutant("tangent/frequency.py", "(of_type / (of_type - 1)).sqrt()", "1.0", ("tests/test_tangent_frequency.py",)),
+    Mutant(
+        "tangent/descent.py", "torch.clamp_min(spare, 0, out=z[k])", "z[k].copy_(spare)", ("tests/test_seminmf.py",)
+    ),
+    Mutant("monitoring/tangents.py", "view.step == self.steps", "view.step > self.steps", (TANGENTS,)),
+    Mutant("monitoring/tangents.py", "sum(nulls) / 2", "sum(nulls)", (TANGENTS,)),
+    Mutant(
+        "monitoring/untouched.py", "            module.training = mode", "            pass", ("tests/test_monitor.py",)
+    ),
+    Mutant("monitoring/untouched.py", "        torch.set_rng_state(cpu)", "        pass", ("tests/test_monitor.py",)),
     Mutant(
         "models/llama2c.py",
         ".transpose(1, 2).reshape(rows, width)",

@@ -138,8 +138,8 @@ def _test(found: Sequence[_Tested], at: int, group: int, rank: int, width: int, 
         n = int(one.number[group])
         units = f"{int((bottom > 0).sum())} sequences"
         share = float(top.sum()) / total
-        # A row's mean energy along infinitely many normal controls is (|g|^2 - |g Q|^2) K / (D - K).
-        under = (bottom - top).clamp_min(0) * (rank / (width - rank))
+        # A row's mean energy along infinitely many normal controls goes as |g|^2 - |g Q|^2; its factor cancels below.
+        under = (bottom - top).clamp_min(0)
         shares.append(Estimate(value=share, n=n, method="|G Q|^2 / |G|^2", **fields(jackknife(top, bottom, units))))
         spread = Bar(float(normal.std(correction=1)) / draws**0.5, draws - 1, f"{draws} normal controls")
         controls.append(
