@@ -11,6 +11,7 @@ import time
 
 import pytest
 import report_runs
+import test_training_report as trainings
 
 from anisoscope.views.report import write_report
 
@@ -145,6 +146,8 @@ def pages(tmp_path_factory):
         found["sweep"] = write_report(run, folder / "sweep.html", title="a" * 80 + " <b>long & bold</b>")
     with report_runs.hostile_run(folder / "hostile") as run:
         found["hostile"] = write_report(run, folder / "hostile.html", title=report_runs.HOSTILE)
+    with trainings.seeds_run(folder / "training", (0, 1), (0, 10, 100), layers=1) as run:
+        found["training"] = write_report(run, folder / "training.html")
     return found
 
 
@@ -200,6 +203,28 @@ def test_heat_maps_follow_the_slice(browser, pages):
     assert browser.run(seen) == 2
     browser.run("document.querySelector('#layer-by-step .chip[data-value=\"no position 0\"]').click()")
     browser.until(f"{seen} === 4")
+    assert browser.complaints() == []
+
+
+def test_single_seeds_come_and_go_with_their_switch(browser, pages):
+    browser.size(1400)
+    browser.open(pages["training"])
+    browser.run("document.querySelector('#loss .plot').scrollIntoView({block: 'center', behavior: 'instant'})")
+    seen = "document.querySelectorAll('#loss .scatterlayer .trace .points').length"
+    browser.until(f"{seen} > 0")
+    means = browser.run(seen)
+    each = "document.querySelector('#loss .chip[data-value=\"each seed\"]')"
+    assert browser.run(f"{each}.getAttribute('aria-pressed')") == "false"
+    browser.run(f"{each}.click()")
+    browser.until(f"{seen} === {means + 4}")  # two kinds of loss for each of two seeds
+    browser.run(f"{each}.click()")
+    browser.until(f"{seen} === {means}")
+    # One click on a switch of proxies or sites must not empty a panel that was drawn.
+    plots = "[...document.querySelectorAll('#what-could-be-a-construction .plot')]"
+    lines = f"{plots}.map((plot) => plot.querySelectorAll('.trace').length)"
+    drawn = browser.run(lines)
+    browser.run("document.querySelector('#what-could-be-a-construction .chip[data-value=\"mlp_in\"]').click()")
+    assert all(later >= before for later, before in zip(browser.run(lines), drawn))
     assert browser.complaints() == []
 
 

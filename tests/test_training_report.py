@@ -23,7 +23,7 @@ from anisoscope.views.report import write_report
 from anisoscope.views.seeds import pool_seeds
 from anisoscope.views.series import GROUPS, glossary, measure_group, measure_title, read_series
 from anisoscope.views.shelf import Shelf
-from anisoscope.views.story import dimension_words, early_late, loss_words, ratio_words, thirds
+from anisoscope.views.story import dimension_words, early_late, loss_words, ratio_words, thirds, training_findings
 from anisoscope.views.tables import layer_table
 from anisoscope.views.verdicts import construction_words, energy_words, referee_words, verdicts
 
@@ -354,6 +354,27 @@ def test_a_construction_is_called_one(demo):
     panel = panels(series)["reader-null-decoder"]
     assert {line.tags["line"] for line in panel.lines} == {"reader share", "permuted signals"}
     assert [one.y for one in panel.references] == [K / D]
+
+
+def test_an_excess_without_error_bars_is_not_called_a_construction(demo):
+    """Permutations are drawn at the last look only: before it nothing is known, and nothing may be claimed."""
+    encoder = demo[0][1]
+    bare = tuple(r for r in _bared(encoder.records) if not r.measure.endswith("reader.p"))
+    series = replace(encoder, records=bare)
+    said = construction_words([Shelf(series)], correct([series]))[0]
+    assert "at 0 of 8 sites for Semi-NMF (8 have no error bar yet)" in said and "is a construction" not in said
+    found = training_findings([Shelf(series)], correct([series]))["Construction"]
+    assert "no error bar yet" in found[0][1] and "is a construction" not in found[0][1]
+    # Some looks with bars, later ones without: the last that can tell is told.
+    late = tuple(one if r.step == STEPS[-1] else r for r, one in zip(encoder.records, _bared(encoder.records)))
+    assert f"at step {STEPS[-2]:,}." in construction_words([Shelf(replace(encoder, records=late))], {})[0]
+
+
+def _bared(records):
+    return [
+        replace(r, estimate=replace(r.estimate, stderr=None, dof=None, over=None)) if "excess" in r.measure else r
+        for r in records
+    ]
 
 
 def test_switches_and_lines_agree_at_first(demo, seeded):

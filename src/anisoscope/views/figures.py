@@ -30,6 +30,7 @@ from anisoscope.views.layout import (
     unique,
     unit,
 )
+from anisoscope.views.names import PROXIES
 from anisoscope.views.panels import Axis, Figure, Heatmap, Line, Panel, Reference, Toggle
 from anisoscope.views.seeds import band_words, pool_seeds, seed_lines, seed_toggles
 from anisoscope.views.series import (
@@ -52,6 +53,7 @@ __all__ = ["Axis", "Figure", "Heatmap", "Line", "Panel", "Reference", "Toggle", 
 STEP_LINES = 5  # layers drawn in a series over steps
 MOST_COLUMNS = 3  # models whose panels still fit side by side
 MOST_TICKS = 8  # a curve with so few places gets a tick at each
+RANKS = " ratio against rank"  # how the name of a curve over ranks of a proxy ends
 CURVES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "dimension against scale": (
@@ -64,11 +66,6 @@ CURVES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Spectra",
             "Share of the variance by rank, largest first. A first point far above the rest is one dominant direction; "
             "a straight line on these axes is a power law.",
-        ),
-        "seminmf ratio against rank": (
-            "Energy ratio against rank",
-            "The energy ratio of semi-NMF for other ranks, at the last step. A ratio that holds over ranks does not "
-            "hang on the one that was chosen.",
         ),
     }
 )
@@ -305,7 +302,7 @@ def curves(series: Sequence[Series]) -> tuple[Figure, ...]:
                 )
             )
         style = Style(slice=slices)
-        title, caption = CURVES.get(name, (name[:1].upper() + name[1:], "Layers as ordered colours."))
+        title, caption = _curve_words(name)
         figures.append(
             Figure(
                 key=f"curve-{name}",
@@ -317,6 +314,15 @@ def curves(series: Sequence[Series]) -> tuple[Figure, ...]:
             )
         )
     return tuple(figures)
+
+
+def _curve_words(name: str) -> tuple[str, str]:
+    """The title and the caption of a curve."""
+    if name.endswith(RANKS):
+        proxy = PROXIES.get(name.removesuffix(RANKS), name.removesuffix(RANKS))
+        says = "A ratio that holds over ranks does not hang on the one that was chosen."
+        return f"{proxy}: energy ratio against rank", f"For several ranks, at the last step. {says}"
+    return CURVES.get(name, (name[:1].upper() + name[1:], "Layers as ordered colours."))
 
 
 def _seed_said(one: Series) -> str:

@@ -24,9 +24,9 @@ SECTIONS = (
     ("referee", "The referee"),
     ("curve-dimension against scale", "Dimension against scale"),
     ("curve-spectrum", "Spectra"),
-    ("curve-seminmf ratio against rank", "Energy ratio against rank"),
     ("curve-", "Other curves"),
 )
+RANKS = "Energy ratio against rank"
 # A training is read from its loss on; how the layers of its last step look comes after how they came to be.
 TRAINING_ORDER = (
     "Loss",
@@ -38,7 +38,7 @@ TRAINING_ORDER = (
     "What could be a construction",
     "Drift of proxies",
     "The referee",
-    "Energy ratio against rank",
+    RANKS,
     "Gradients",
 )
 
@@ -55,6 +55,7 @@ def build_sections(
     found: dict[str, dict[str, Any]] = {}
     for figure in figures:
         name = next(name for start, name in SECTIONS if figure.key.startswith(start))
+        name = RANKS if figure.key.endswith("ratio against rank") else name
         panels = []
         for panel in figure.panels:
             heat = isinstance(panel, Heatmap)
@@ -81,7 +82,7 @@ def build_sections(
         section["verdict"] = any(table.key == "referee" for table in section["tables"])
         section["shared"] = len({(figure.caption, figure.toggles, figure.shades) for figure in drawn}) == 1
         section["figures"].sort(key=lambda entry: entry["figure"].key.startswith("profiles-gradients"))
-    order = list(dict.fromkeys((*(TRAINING_ORDER if training else ()), *(name for _, name in SECTIONS))))
+    order = list(dict.fromkeys((*(TRAINING_ORDER if training else ()), *(name for _, name in SECTIONS), RANKS)))
     return sorted(found.values(), key=lambda section: order.index(section["name"]))
 
 

@@ -187,6 +187,8 @@ def _construction(shelf: Shelf, tests: Tests) -> list[str]:
         found = reader_excess(shelf, tests, proxy)
         if found:
             more = "" if found.above else " What it has above chance is a construction."
+            if found.bare:
+                more = f" {found.bare} of them have no error bar yet, so that this says little."
             return [
                 f"The reader share of {PROXIES[proxy]} exceeds the permuted-signal null at {len(found.above)} of "
                 f"{len(found.sites)} {places(found.sites)} (step {found.step:,}).{more}"

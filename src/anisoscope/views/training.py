@@ -184,6 +184,7 @@ def drift_figures(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
     place, axis = common_axis(shelves)
     wanted: tuple[tuple[str, str, str, tuple[Reference, ...]], ...] = (
         ("drift", "Drift of the proxy", "degrees", ()),
+        ("split_angle", "Angle between fits of two halves", "degrees", ()),
         ("activation.isoscore_share", "Share of anisotropy, IsoScore*", "above controls", ZERO),
         ("activation.spectral_share", "Share of anisotropy, spectral ratio", "above controls", ZERO),
     )
@@ -205,7 +206,8 @@ def drift_figures(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
                 )
     series = [shelf.series for shelf in shelves]
     caption = (
-        "Drift: mean principal angle to the proxy of the look before, in degrees; a falling line settles. Share of "
+        "Drift: mean principal angle to the proxy of the look before, in degrees; a falling line settles. It means "
+        "little below the angle between proxies fitted on two halves of the same look. Share of "
         "anisotropy: what the gradient's anisotropy loses without the proxy, beyond what it loses without a control. "
         "IsoScore* above 0 and spectral ratio below 0 say that the proxy holds more of it than a control."
     )

@@ -88,19 +88,26 @@ def _above_one(shelf: Shelf, several: bool) -> list[str]:
 
 
 class Excess(NamedTuple):
-    """Where the reader share of one proxy exceeds that with permuted signals: by its interval, and by corrected p."""
+    """Where the reader share of one proxy exceeds that with permuted signals: by its interval, and by corrected p.
+
+    ``bare`` are excesses without an error bar: permutations may be drawn at a few looks only.
+    """
 
     step: int
     sites: list[str]
     above: list[str]
+    bare: int
     corrected: tuple[int, int] | None
 
 
 def reader_excess(shelf: Shelf, tests: Tests, proxy: str) -> Excess | None:
-    """The reader share against its null at the last step; None where it was not measured."""
-    last = shelf.last(f"{proxy}.reader.excess")
-    if not last:
+    """The reader share against its null at the last step that has error bars; None where it was not measured."""
+    measure = f"{proxy}.reader.excess"
+    every = [record for site in shelf.sites(measure) for record in shelf.get(measure, site)]
+    if not every:
         return None
+    step = max((r.step for r in every if r.estimate.stderr is not None), default=max(r.step for r in every))
+    last = [record for record in every if record.step == step]
     above = [r.site for r in last if (interval := r.estimate.interval()) is not None and interval[0] > 0]
     mine = [
         test
@@ -109,7 +116,8 @@ def reader_excess(shelf: Shelf, tests: Tests, proxy: str) -> Excess | None:
         if (test.proxy, test.gradient, test.step) == (proxy, "reader", last[0].step)
     ]
     corrected = (significant(mine), len(mine)) if mine else None
-    return Excess(last[0].step, [r.site for r in last], above, corrected)
+    bare = sum(record.estimate.stderr is None for record in last)
+    return Excess(step, [r.site for r in last], above, bare, corrected)
 
 
 def construction_words(shelves: Sequence[Shelf], tests: Tests) -> list[str]:
@@ -120,7 +128,7 @@ def construction_words(shelves: Sequence[Shelf], tests: Tests) -> list[str]:
         found = [(proxy, one) for proxy in shelf.proxies if (one := reader_excess(shelf, tests, proxy))]
         if found:
             counts = listed([_excess_count(proxy, one) for proxy, one in found])
-            none = not any(one.above for _, one in found)
+            none = not any(one.above or one.bare for _, one in found)
             end = " What it has above chance is a construction." if none else ""
             said.append(
                 f"{who}The reader share exceeds the permuted-signal null (95 % interval of the excess above 0) "
@@ -133,8 +141,10 @@ def construction_words(shelves: Sequence[Shelf], tests: Tests) -> list[str]:
 
 
 def _excess_count(proxy: str, found: Excess) -> str:
-    corrected = f" ({found.corrected[0]} after correction)" if found.corrected else ""
-    return f"at {len(found.above)} of {len(found.sites)} {places(found.sites)} for {PROXIES[proxy]}{corrected}"
+    more = f"{found.corrected[0]} after correction" if found.corrected else ""
+    more = f"{found.bare} have no error bar yet" if found.bare else more
+    end = f" ({more})" if more else ""
+    return f"at {len(found.above)} of {len(found.sites)} {places(found.sites)} for {PROXIES[proxy]}{end}"
 
 
 def _enriched(shelf: Shelf, proxy: str) -> str:
