@@ -125,6 +125,27 @@ def test_rows_that_cannot_enter_are_not_copied():
     assert state.seen == n and len(state.rows) == k
 
 
+@pytest.mark.parametrize("seen", [40, 41, 100])
+def test_knowing_how_many_come_changes_nothing_but_the_room_taken(seen, seed):
+    rows = torch.randn(seen, WIDTH, generator=torch.Generator().manual_seed(seed))
+    plain, told = (Reservoir.empty(CAPACITY, WIDTH, seed=seed, expected=e) for e in (0, 40))
+    most = 0
+    for part in rows.split(9):
+        plain, told = plain.update(part), told.update(part)
+        most = max(most, sum(len(block) for block in told.pool))
+    assert torch.equal(told.rows, plain.rows) and torch.equal(told.numbers, plain.numbers)
+    assert told.seen == plain.seen == seen
+    if seen == 40:
+        assert most == CAPACITY  # not one row was stored in vain
+
+
+def test_fewer_rows_than_expected_leave_a_smaller_sample_of_the_same_order():
+    rows = torch.randn(60, WIDTH, generator=torch.Generator().manual_seed(3))
+    plain, told = (Reservoir.empty(CAPACITY, WIDTH, expected=e).update(rows) for e in (0, 240))
+    assert 0 < len(told.rows) < CAPACITY
+    assert torch.equal(told.rows, plain.rows[: len(told.rows)])
+
+
 def test_reservoir_goes_on_after_a_merge_and_returns_to_stream_order():
     rows = torch.randn(60, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     a = Reservoir.empty(CAPACITY, WIDTH, seed=5, shard=0, dtype=torch.float64).update(rows[:20])

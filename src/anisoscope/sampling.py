@@ -51,6 +51,7 @@ def collect_sample(
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total = len(batches) if isinstance(batches, Sized) else 0
+    expected = _measured(batches, tokens) if isinstance(batches, Sized) else 0
     states: dict[str, Reservoir] = {}
     angles = {site.name: Turns.empty() for site in sites}
     places = Reservoir.empty(vectors, 1, seed=seed, dtype=torch.float64)
@@ -66,7 +67,8 @@ def collect_sample(
             paths = seen[site.name]
             if site.name not in states:
                 dtype = torch.float64 if paths.dtype == torch.float64 else torch.float32
-                states[site.name] = Reservoir.empty(vectors, paths.shape[-1], seed=seed, dtype=dtype)
+                width = paths.shape[-1]
+                states[site.name] = Reservoir.empty(vectors, width, seed=seed, dtype=dtype, expected=expected)
             states[site.name] = states[site.name].update(_kept(paths, mask).to("cpu"))
             if turns:
                 chunk = Chunk(paths.cpu(), mask.cpu(), 0, continues=False)
@@ -74,10 +76,18 @@ def collect_sample(
         if places.seen >= tokens:
             break
     tell("running the model", total, total)
-    # Rows that have left the sample are let go before measures ask for memory of their own.
-    states = {name: state.compact() for name, state in states.items()}
     widths = {name: state.width for name, state in states.items()}
     return Sample(states, angles, widths, places.rows[:, 0], places.stream_order(), places.seen, seconds)
+
+
+def _measured(batches: Iterable[Batch], tokens: int) -> int:
+    """How many tokens will be measured: of whole batches, up to the one in which ``tokens`` are reached."""
+    seen = 0
+    for batch in batches:
+        seen += int(measured_mask(batch).sum())
+        if seen >= tokens:
+            break
+    return seen
 
 
 def _kept(paths: Float[Tensor, "s t d"], mask: Bool[Tensor, "s t"]) -> Float[Tensor, "n d"]:

@@ -36,7 +36,7 @@ class Directions:
         """The state after these rows too; ``start`` is the number of the first one, for messages."""
         total = self.total.clone()
         for at in range(0, len(rows), SWEEP_ROWS):
-            total += _unit_sum(rows[at : at + SWEEP_ROWS], start + at)
+            total += _unit_sum(rows[at : at + SWEEP_ROWS].detach(), start + at)
         return Directions(self.count + len(rows), total)
 
     def merge(self, other: Directions) -> Directions:

@@ -13,6 +13,7 @@ from anisoscope.errors import OptionError, ShapeError
 
 # Steele, Lea and Flood's splitmix64: a counter times an odd constant, then a bijective scramble of the 64 bits.
 GAMMA = 0x9E3779B97F4A7C15
+LARGEST_KEY = (1 << 63) - 1
 SCRAMBLE = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
@@ -41,7 +42,9 @@ class Reservoir:
     places: Int64[Tensor, "k"]
     pool: tuple[Float[Tensor, "_ d"], ...]
     """Blocks of rows as they came in; ``places`` numbers rows through all blocks. Rows that were pushed out of the
-    sample stay until a third of the pool is such rows, so an update copies only what enters and not all of it."""
+    sample stay until half of the pool is such rows, so an update copies only what enters and not all of it."""
+    limit: int = LARGEST_KEY
+    """No row of this state's shard with a larger key will be in the sample, so none is stored on the way."""
 
     @classmethod
     def empty(
@@ -53,8 +56,14 @@ class Reservoir:
         shard: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        expected: int = 0,
     ) -> Reservoir:
-        """The state of no rows. Rows are stored as ``dtype``."""
+        """The state of no rows. Rows are stored as ``dtype``.
+
+        ``expected``: this many rows will come in the shard, or more. What is already known to be no part of their
+        sample is then not stored on the way: half the memory and none of the copies. Where fewer rows come after all,
+        the sample is a uniform one still, but smaller.
+        """
         if capacity < 1:
             raise OptionError(f"capacity={capacity}: a reservoir keeps one row or more")
         for name, value in (("seed", seed), ("shard", shard)):
@@ -62,7 +71,10 @@ class Reservoir:
                 raise OptionError(f"{name}={value} must lie between 0 and 2**63 - 1")
         none = torch.zeros(0, dtype=torch.int64)
         rows = torch.zeros(0, width, dtype=dtype, device=device)
-        return cls(capacity, seed, shard, (), none, none.reshape(0, 2), none, (rows,))
+        limit = LARGEST_KEY
+        if expected > capacity:
+            limit = int(np.partition(row_keys(seed, shard, 0, expected), capacity - 1)[capacity - 1])
+        return cls(capacity, seed, shard, (), none, none.reshape(0, 2), none, (rows,), limit)
 
     @property
     def width(self) -> int:
@@ -140,9 +152,9 @@ class Reservoir:
 
     def _entering(self, keys: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "m"]:
         """Positions, ascending, of at most ``capacity`` keys that are small enough to enter."""
-        full = len(self.keys) == self.capacity
+        largest = min(self.limit, self.keys[-1].item()) if len(self.keys) == self.capacity else self.limit
         # <= and not <: keys of different shards may tie, and the sort below decides ties by number.
-        enter = np.flatnonzero(keys <= self.keys[-1].item()) if full else np.arange(len(keys))
+        enter = np.flatnonzero(keys <= largest)
         if len(enter) > self.capacity:
             enter = np.sort(enter[np.argpartition(keys[enter], self.capacity - 1)[: self.capacity]])
         return enter
@@ -160,7 +172,7 @@ class Reservoir:
         places = torch.cat([self.places, places + held])
         order = _by_key(keys.numpy(), numbers.numpy())[: self.capacity]
         after = replace(self, keys=keys[order], numbers=numbers[order], places=places[order], pool=self.pool + pool)
-        crowded = held + sum(len(block) for block in pool) > 1.5 * self.capacity
+        crowded = held + sum(len(block) for block in pool) > 2 * self.capacity
         return after.compact() if crowded else after
 
 
