@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 PLAIN_SECONDS = 15.0
 """Between two lines where nobody watches, as in a file."""
 LIVE_SECONDS = 0.1
+WIDE = 110
+"""Columns of a terminal that has room for the bar and the whole line."""
 
 
 class Lines:
@@ -47,22 +49,24 @@ class Lines:
         if self._quiet or (now - self._told < wait and not last):
             return
         self._told = now
-        rate = (now - self._began) / max(progress.step - self._first, 1)
-        words = line_of(news, rate * (progress.steps - progress.step))
+        done = progress.step - self._first
+        left = (now - self._began) / done * (progress.steps - progress.step) if done else None
+        words = line_of(news, left, narrow=self._bars is not None and self._console.width < WIDE)
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, completed=progress.step, total=progress.steps, news=escape(words))
         else:
             self._console.print(f"{news.cell.name}  {words}", markup=False, highlight=False, soft_wrap=True)
 
 
-def line_of(news: News, seconds_left: float) -> str:
-    """How far a training is, in one line."""
+def line_of(news: News, seconds_left: float | None, narrow: bool = False) -> str:
+    """How far a training is, in one line; the most telling half of it where there is no room."""
     p = news.progress
     parts = [f"{p.step:>{len(str(p.steps))}}/{p.steps}", f"loss {p.loss:.3f}"]
-    if p.val_loss is not None:
+    if p.val_loss is not None and not narrow:
         parts.append(f"val {p.val_loss:.3f}")
-    parts.append(f"{p.tokens_per_second:,.0f} tok/s")
-    if p.step < p.steps:
+    if not narrow:
+        parts.append(f"{p.tokens_per_second:,.0f} tok/s")
+    if p.step < p.steps and seconds_left is not None:
         parts.append(f"{clock(seconds_left)} left")
     if news.geometry:
         parts.append(news.geometry)
@@ -137,7 +141,9 @@ def training_lines(console: Console, quiet: bool) -> Iterator[Lines]:
             yield Lines(console, None, quiet)
             return
         text = TextColumn("{task.fields[news]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-        with Progress(TextColumn("{task.description}"), BarColumn(bar_width=16), text, console=console) as bars:
+        name = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+        columns = [name, BarColumn(bar_width=16), text] if console.width >= WIDE else [name, text]
+        with Progress(*columns, console=console) as bars:
             yield Lines(console, bars, quiet)
     finally:
         logger.removeHandler(handler)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 DEMO = "demo"
+MOST_NOTES = 3
 INTERRUPTED = 130  # as shells count a process that Ctrl-C ended
 
 RecipeName = Annotated[
@@ -195,10 +196,12 @@ def _go(recipe: Recipe, folder: Path, *, resume: bool, quiet: bool, no_report: b
 
 
 def _say(console: Console, results: Sequence[CellResult]) -> None:
-    """What went wrong, one line each."""
+    """What went wrong, a few lines each; the store holds the rest."""
     for result in results:
-        for note in result.notes:
-            style = "red" if result.status in ("diverged", "failed") else "yellow"
+        style = "red" if result.status in ("diverged", "failed") else "yellow"
+        more = len(result.notes) - MOST_NOTES
+        shown = [*result.notes[:MOST_NOTES], *([f"and {more} more, in the report"] if more > 0 else [])]
+        for note in shown:
             console.print(f"{result.cell.name}: {note}", markup=False, highlight=False, soft_wrap=True, style=style)
 
 
