@@ -17,11 +17,12 @@ from anisoscope.runs.records import Curve
 from anisoscope.runs.store import RunReader, RunWriter
 from anisoscope.views.corrected import correct
 from anisoscope.views.figures import build_figures
+from anisoscope.views.interactive import panel_json
 from anisoscope.views.names import chance_of, frequency_bin, noted, tangent
-from anisoscope.views.paper import write_figures
+from anisoscope.views.paper import draw, write_figures
 from anisoscope.views.report import write_report
 from anisoscope.views.seeds import pool_seeds
-from anisoscope.views.series import GROUPS, glossary, measure_group, measure_title, read_series
+from anisoscope.views.series import GROUPS, glossary, measure_group, measure_title, population, read_series
 from anisoscope.views.shelf import Shelf
 from anisoscope.views.story import dimension_words, early_late, loss_words, ratio_words, thirds, training_findings
 from anisoscope.views.tables import layer_table
@@ -347,9 +348,9 @@ def test_a_construction_is_called_one(demo):
         "The reader share exceeds the permuted-signal null (95 % interval of the excess above 0) at 4 of 8 sites for "
         "Semi-NMF (4 after correction), at 4 of 8 sites for PCA (4 after correction) and at 0 of 8 sites for Random"
     )
-    assert "construction" not in said[0]
+    assert "than a construction" not in said[0]
     said = construction_words([encoder], tests)
-    assert "at 0 of 8 sites for Semi-NMF" in said[0] and said[0].endswith("is a construction.")
+    assert "at 0 of 8 sites for Semi-NMF" in said[0] and said[0].endswith("shown to be more than a construction.")
     assert "reader share of Semi-NMF exceeds the permuted-signal null at 0 of 8 sites (step 2,000)" in page.words
     panel = panels(series)["reader-null-decoder"]
     assert {line.tags["line"] for line in panel.lines} == {"reader share", "permuted signals"}
@@ -362,9 +363,9 @@ def test_an_excess_without_error_bars_is_not_called_a_construction(demo):
     bare = tuple(r for r in _bared(encoder.records) if not r.measure.endswith("reader.p"))
     series = replace(encoder, records=bare)
     said = construction_words([Shelf(series)], correct([series]))[0]
-    assert "at 0 of 8 sites for Semi-NMF (8 have no error bar yet)" in said and "is a construction" not in said
+    assert "at 0 of 8 sites for Semi-NMF (8 have no error bar yet)" in said and "than a construction" not in said
     found = training_findings([Shelf(series)], correct([series]))["Construction"]
-    assert "no error bar yet" in found[0][1] and "is a construction" not in found[0][1]
+    assert "no error bar yet" in found[0][1] and "than a construction" not in found[0][1]
     # Some looks with bars, later ones without: the last that can tell is told.
     late = tuple(one if r.step == STEPS[-1] else r for r, one in zip(encoder.records, _bared(encoder.records)))
     assert f"at step {STEPS[-2]:,}." in construction_words([Shelf(replace(encoder, records=late))], {})[0]
@@ -605,6 +606,29 @@ def test_everything_is_escaped(tmp_path):
     for panel in program_of(text)["panels"]:
         drawn = str([{k: v for k, v in trace.items() if k != "meta"} for trace in panel["data"]]) + str(panel["layout"])
         assert "<img" not in drawn and "<script" not in drawn
+
+
+def test_bands_of_two_seeds_do_not_hide_their_lines(tmp_path):
+    """Student's interval of two seeds is 12.7 standard errors to either side; scaled to it, every line looks flat."""
+    with seeds_run(tmp_path / "run", (0, 1), STEPS[:4], noise=0.2, layers=1) as run:
+        series = read_series([run])
+    panel = panels(series)["ratio-seminmf-activation"]
+    y = [value for line in panel.lines for value in line.y] + [1.0]
+    low, high = panel.y.range
+    assert low < min(y) and max(y) < high and high - low == pytest.approx(2 * (max(y) - min(y)))
+    assert max(end for line in panel.lines for end in line.upper if end is not None) > high
+    assert panel_json(panel)["layout"]["yaxis"]["range"] == pytest.approx([low, high])
+    caption = next(figure.caption for figure in built(series) if figure.key == "energy-ratio")
+    assert "Two seeds say little" in caption
+    draw(panel)
+
+
+def test_populations_are_named_in_a_word():
+    assert population("12 sequences and 12 sequences of the two halves") == "sequences"
+    assert population("99 normal controls and 99 normal controls of the two halves") == "controls"
+    assert population("99 permutations of the signal (tokens)") == "permutations"
+    assert population("rows, from 16 disjoint subsamples") == "rows"
+    assert population("1,412 token types (bootstrap)") == "token types"
 
 
 def test_names_are_taken_apart():

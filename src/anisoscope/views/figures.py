@@ -32,7 +32,7 @@ from anisoscope.views.layout import (
 )
 from anisoscope.views.names import PROXIES
 from anisoscope.views.panels import Axis, Figure, Heatmap, Line, Panel, Reference, Toggle
-from anisoscope.views.seeds import band_words, pool_seeds, seed_lines, seed_toggles
+from anisoscope.views.seeds import band_words, framed, pool_seeds, seed_lines, seed_toggles
 from anisoscope.views.series import (
     GROUPS,
     STREAM,
@@ -92,7 +92,12 @@ def build_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
     # Models side by side where each has its own panel.
     together = len(series) if 1 < len(series) <= MOST_COLUMNS else 0
     return tuple(
-        one if one.key.startswith(("loss", "profiles-")) else replace(one, columns=together) for one in figures
+        replace(
+            figure,
+            panels=tuple(panel if isinstance(panel, Heatmap) else framed(panel) for panel in figure.panels),
+            columns=0 if figure.key.startswith(("loss", "profiles-")) else together,
+        )
+        for figure in figures
     )
 
 

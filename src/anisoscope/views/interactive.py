@@ -232,6 +232,8 @@ def _axis(axis: Axis) -> dict[str, Any]:
     }
     if axis.log:
         drawn |= {"dtick": 1, "exponentformat": "power"}
+    if axis.range:
+        drawn["range"] = [rounded(end, LINE_DIGITS) for end in axis.range]
     if axis.ticks:
         labels = [escape(clipped(label, LABEL_LETTERS)) for label in axis.labels]
         drawn |= {"tickvals": list(axis.ticks), "ticktext": labels, "tickangle": 0}

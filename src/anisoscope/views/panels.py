@@ -12,12 +12,13 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """An axis; ``ticks`` and ``labels`` are empty where the drawing side may choose them."""
+    """An axis; ``ticks``, ``labels`` and ``range`` are empty where the drawing side may choose them."""
 
     title: str
     log: bool = False
     ticks: tuple[float, ...] = ()
     labels: tuple[str, ...] = ()
+    range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

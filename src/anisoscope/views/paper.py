@@ -125,6 +125,8 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
     if panel.x.ticks:
         axes.set_xticks(panel.x.ticks, panel.x.labels)
         axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    if panel.y.range:
+        axes.set_ylim(*panel.y.range)
     axes.grid(True)
     if len(named) > MOST_LINES and all(line.shade is not None for line in lines):
         _shade_bar(axes, lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata, resources
 from pathlib import Path
@@ -30,6 +29,7 @@ from anisoscope.views.series import (
     measure_order,
     measure_title,
     plain,
+    population,
     read_series,
 )
 from anisoscope.views.shelf import Shelf
@@ -222,7 +222,7 @@ def _facts(series: Sequence[Series]) -> list[tuple[str, str]]:
 def _populations(series: Sequence[Series]) -> list[str]:
     """What error bars are over, in a word each: ``rows`` of ``rows, from 16 disjoint subsamples``."""
     overs = {r.estimate.over for one in series for r in one.records if r.estimate.over}
-    return sorted({re.sub(r"^[\d,]+ | \(.*\)$", "", over).split(",")[0] for over in overs})
+    return sorted(set(map(population, overs)))
 
 
 def _fact(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -11,10 +10,11 @@ from dataclasses import replace
 from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Record
 from anisoscope.views.names import UNPOOLED, tangent
-from anisoscope.views.panels import Line, Toggle
-from anisoscope.views.series import Series, reading_order
+from anisoscope.views.panels import Line, Panel, Toggle
+from anisoscope.views.series import Series, population, reading_order
 
 EACH = "each seed"
+WIDE = 3.0  # times the range of its lines: bands that reach farther do not set the scale of a panel
 
 
 def pool_seeds(series: Sequence[Series]) -> list[Series]:
@@ -134,12 +134,29 @@ def band_words(series: Sequence[Series], records: Iterable[Record], *, switch: b
             f"Lines and bands: mean and 95 % interval over {several} seeds (Student's t), at the steps that all seeds "
             f"share{each}."
         )
+        if counts[0] == 2:
+            said.append(
+                "Two seeds say little: their interval is 12.7 standard errors to either side, and may leave the panel."
+            )
     if any(not one.members for one in series):
         overs = {record.estimate.over for record in records if record.estimate.over}
-        plain = sorted({re.sub(r"^[\d,]+ | \(.*\)$", "", over).split(",")[0] for over in overs} - {"seeds"})
+        plain = sorted(set(map(population, overs)) - {"seeds"})
         if plain:
             one_seed = "One seed: bands" if not counts else "Where there is one seed, bands"
             said.append(f"{one_seed} are 95 % intervals over {', '.join(plain)}.")
         elif not counts:
             said.append("One seed, and no error bar.")
     return " ".join(said)
+
+
+def framed(panel: Panel) -> Panel:
+    """A panel of means whose bands dwarf its lines, as those of two seeds do, is drawn around the lines."""
+    if not any("seeds" in line.tags for line in panel.lines):
+        return panel
+    y = [value for line in panel.lines for value in line.y] + [reference.y for reference in panel.references]
+    bands = [end for line in panel.lines for end in (*line.lower, *line.upper) if end is not None]
+    low, high = min(y), max(y)
+    if high > low and bands and max(bands) - min(bands) > WIDE * (high - low):
+        margin = (high - low) / 2
+        return replace(panel, y=replace(panel.y, range=(low - margin, high + margin)))
+    return panel

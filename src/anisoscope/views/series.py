@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -215,6 +216,12 @@ def stream_profile(records: Sequence[Record], measure: str, slice: str) -> list[
     """The records of the residual stream for one measure and slice, from the first layer to the last."""
     mine = [r for r in records if r.measure == measure and r.slice == slice and is_stream(r.site)]
     return sorted(mine, key=lambda record: site_order(record.site))
+
+
+def population(over: str) -> str:
+    """What an error bar is over, in a word or two: ``sequences`` of ``24 sequences and 24 sequences of two halves``."""
+    plain = re.sub(r"^[\d,]+ |^normal ", "", re.sub(r"^[\d,]+ ", "", over))
+    return re.split(r",| and | of | \(", plain)[0]
 
 
 def digits_of(value: float, stderr: float | None) -> str:

@@ -14,7 +14,7 @@ from anisoscope.views.series import is_stream, measure_title, with_error
 from anisoscope.views.shape import Shape, profile_shape
 from anisoscope.views.shelf import Shelf
 from anisoscope.views.summary import DIMENSIONS, p_words
-from anisoscope.views.verdicts import listed, places, reader_excess, referee_words, verdicts
+from anisoscope.views.verdicts import listed, places, reader_excess, referee_words, verdict_on, verdicts
 
 
 def training_findings(shelves: Sequence[Shelf], tests: Tests) -> dict[str, list[tuple[str, str]]]:
@@ -183,16 +183,19 @@ def _significance(shelf: Shelf, tests: Tests) -> list[str]:
 
 
 def _construction(shelf: Shelf, tests: Tests) -> list[str]:
+    """Where the reader share of the first proxy exceeds its null, training by training."""
     for proxy in shelf.proxies:
-        found = reader_excess(shelf, tests, proxy)
+        found = [(one, excess) for one in shelf.members or (shelf,) if (excess := reader_excess(one, tests, proxy))]
         if found:
-            more = "" if found.above else " What it has above chance is a construction."
-            if found.bare:
-                more = f" {found.bare} of them have no error bar yet, so that this says little."
-            return [
-                f"The reader share of {PROXIES[proxy]} exceeds the permuted-signal null at {len(found.above)} of "
-                f"{len(found.sites)} {places(found.sites)} (step {found.step:,}).{more}"
-            ]
+            counts = listed(
+                [
+                    (f"seed {one.series.seed}: " if shelf.members else "")
+                    + f"at {len(excess.above)} of {len(excess.sites)} {places(excess.sites)} (step {excess.step:,})"
+                    for one, excess in found
+                ]
+            )
+            end = verdict_on([excess for _, excess in found])
+            return [f"The reader share of {PROXIES[proxy]} exceeds the permuted-signal null {counts}.{end}"]
     return []
 
 

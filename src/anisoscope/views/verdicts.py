@@ -109,35 +109,40 @@ def reader_excess(shelf: Shelf, tests: Tests, proxy: str) -> Excess | None:
     step = max((r.step for r in every if r.estimate.stderr is not None), default=max(r.step for r in every))
     last = [record for record in every if record.step == step]
     above = [r.site for r in last if (interval := r.estimate.interval()) is not None and interval[0] > 0]
-    mine = [
-        test
-        for cell in cells_of(shelf.series)
-        for test in tests.get(cell.label, {}).values()
-        if (test.proxy, test.gradient, test.step) == (proxy, "reader", last[0].step)
-    ]
+    every_test = tests.get(shelf.label, {}).values()
+    mine = [test for test in every_test if (test.proxy, test.gradient, test.step) == (proxy, "reader", step)]
     corrected = (significant(mine), len(mine)) if mine else None
     bare = sum(record.estimate.stderr is None for record in last)
     return Excess(step, [r.site for r in last], above, bare, corrected)
 
 
 def construction_words(shelves: Sequence[Shelf], tests: Tests) -> list[str]:
-    """``The reader share exceeds the permuted-signal null at n of m layers``, for each model, proxy by proxy."""
+    """``The reader share exceeds the permuted-signal null at n of m layers``, for each training, proxy by proxy."""
     said = []
     for shelf in shelves:
-        who = f"{shelf.label}: " if len(shelves) > 1 else ""
-        found = [(proxy, one) for proxy in shelf.proxies if (one := reader_excess(shelf, tests, proxy))]
-        if found:
-            counts = listed([_excess_count(proxy, one) for proxy, one in found])
-            none = not any(one.above or one.bare for _, one in found)
-            end = " What it has above chance is a construction." if none else ""
-            said.append(
-                f"{who}The reader share exceeds the permuted-signal null (95 % interval of the excess above 0) "
-                f"{counts}, at step {found[0][1].step:,}.{end}"
-            )
+        for one in shelf.members or (shelf,):
+            found = [(proxy, excess) for proxy in one.proxies if (excess := reader_excess(one, tests, proxy))]
+            if found:
+                who = f"{one.label}: " if len(shelves) > 1 or shelf.members else ""
+                counts = listed([_excess_count(proxy, excess) for proxy, excess in found])
+                said.append(
+                    f"{who}The reader share exceeds the permuted-signal null (95 % interval of the excess above 0) "
+                    f"{counts}, at step {found[0][1].step:,}.{verdict_on([excess for _, excess in found])}"
+                )
         rich = [words for proxy in shelf.proxies if (words := _enriched(shelf, proxy))]
         if rich:
+            who = f"{shelf.label}: " if len(shelves) > 1 else ""
             said.append(f"{who}The activation gradient holds more than its share of the variance {listed(rich)}.")
     return said
+
+
+def verdict_on(found: Sequence[Excess]) -> str:
+    """What is left to say where no excess is shown, or none can be."""
+    if any(one.above for one in found):
+        return ""
+    if any(one.bare for one in found):
+        return " Where there is no error bar yet, nothing is decided."
+    return " Nothing in it is shown to be more than a construction."
 
 
 def _excess_count(proxy: str, found: Excess) -> str:
