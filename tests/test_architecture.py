@@ -22,6 +22,7 @@ LAYERS = [
     ("engines", "sampling"),
     ("monitoring", "profiling"),
     ("monitor", "sweep"),
+    ("watching",),
     ("commands", "demo"),
     ("cli",),
     ("__init__",),
@@ -29,6 +30,9 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 PUBLIC = [
+    "TangentAnalysis",
+    "load_recipe",
+    "run_study",
     "fit_proxy",
     "energy_test",
     "energy_share",

@@ -47,6 +47,7 @@ _HOMES = {
     "anisoscope.models.sites": ("Site", "discover"),
     "anisoscope.capture.hooks": ("record",),
     "anisoscope.monitor": ("Monitor",),
+    "anisoscope.monitoring.tangents": ("TangentAnalysis",),
     "anisoscope.profiling": ("ProfileOptions",),
     "anisoscope.schedule": ("by_tokens", "either", "every", "log_spaced", "until", "wall_share"),
     "anisoscope.tangent.energy": ("energy_share", "energy_test"),
@@ -55,7 +56,9 @@ _HOMES = {
     "anisoscope.runs.store": ("RunReader", "RunWriter", "open_runs"),
     "anisoscope.sweep": ("profile",),
     "anisoscope.text.corpus": ("load_corpus",),
+    "anisoscope.train.recipe": ("load_recipe",),
     "anisoscope.views.report": ("write_report",),
+    "anisoscope.watching.study": ("run_study",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -109,6 +112,7 @@ if TYPE_CHECKING:
     from anisoscope.models.sites import Site as Site
     from anisoscope.models.sites import discover as discover
     from anisoscope.monitor import Monitor as Monitor
+    from anisoscope.monitoring.tangents import TangentAnalysis as TangentAnalysis
     from anisoscope.profiling import ProfileOptions as ProfileOptions
     from anisoscope.runs.export import export as export
     from anisoscope.runs.store import RunReader as RunReader
@@ -129,4 +133,6 @@ if TYPE_CHECKING:
     from anisoscope.tangent.energy import energy_test as energy_test
     from anisoscope.tangent.proxies import fit_proxy as fit_proxy
     from anisoscope.text.corpus import load_corpus as load_corpus
+    from anisoscope.train.recipe import load_recipe as load_recipe
     from anisoscope.views.report import write_report as write_report
+    from anisoscope.watching.study import run_study as run_study
