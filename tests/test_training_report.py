@@ -438,7 +438,7 @@ def _still(record):
 def test_two_phases_are_seen_where_they_are_and_denied_where_not(demo):
     series, _, page = demo
     (said,) = dimension_words(Shelf(series[0]))
-    assert said.startswith("TwoNN dimension, mean over layers: two phases. It rises from ")
+    assert said.startswith("TwoNN dimension, mean over resid.1 to resid.4: two phases. It rises from ")
     peak = max(STEPS, key=lambda step: Truth().dimension(step, 0.5))
     assert any(f"at step {step}, then falls to" in said for step in STEPS[STEPS.index(peak) - 1 :][:3])
     (said,) = dimension_words(Shelf(series[1]))

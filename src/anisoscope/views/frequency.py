@@ -118,7 +118,8 @@ def _by_bin(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
                     )
                 )
     series = [shelf.series for shelf in shelves]
-    when = f"At step {', '.join(f'{step:,}' for step in sorted(set(steps)))}. "
+    ends_at = [f"{step:,}" for step in sorted(set(steps))]
+    when = f"At {'step' if len(ends_at) == 1 else 'steps'} {' and '.join(ends_at)}. "
     return pile.figure(
         key="frequency-bins",
         title="By frequency at the last step",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from anisoscope.estimate import Estimate
+from anisoscope.runs.records import layer_of
 from anisoscope.views.corrected import Tests, significant
 from anisoscope.views.names import GRADIENTS, MODEL_SITE, PROXIES
 from anisoscope.views.seeds import cells_of, mean_over_seeds
@@ -195,14 +196,19 @@ def _construction(shelf: Shelf, tests: Tests) -> list[str]:
                 ]
             )
             end = verdict_on([excess for _, excess in found])
-            return [f"The reader share of {PROXIES[proxy]} exceeds the permuted-signal null {counts}.{end}"]
+            comma = "," if shelf.members else ""
+            return [f"The reader share of {PROXIES[proxy]} exceeds the permuted-signal null{comma} {counts}.{end}"]
     return []
 
 
 def dimension_course(shelf: Shelf) -> tuple[str, list[int], list[Estimate]] | None:
-    """The mean dimension over the layers of the residual stream at each step, with its error."""
+    """The mean dimension over the layers of the residual stream at each step, with its error, and its name.
+
+    The first place is left out: before any block a token is one of few points, and reads many times the others.
+    """
     for measure in DIMENSIONS:
-        sites = [site for site in shelf.sites(measure) if is_stream(site)]
+        stream = [site for site in shelf.sites(measure) if is_stream(site)]
+        sites = [site for site in stream if layer_of(site)] or stream
         tables = [
             {(r.step, r.site): r.estimate for site in sites for r in cell.get(measure, site)}
             for cell in shelf.members or (shelf,)
@@ -211,7 +217,9 @@ def dimension_course(shelf: Shelf) -> tuple[str, list[int], list[Estimate]] | No
         if len(steps) > 1:
             means = [[_dependent_mean([table[s, site] for site in sites]) for table in tables] for s in steps]
             seeds = [member.series.seed or 0 for member in shelf.members]
-            return measure, steps, [mean_over_seeds(one, seeds) if seeds else one[0] for one in means]
+            where = f"mean over {sites[0]} to {sites[-1]}" if len(sites) > 1 else f"at {sites[0]}"
+            values = [mean_over_seeds(one, seeds) if seeds else one[0] for one in means]
+            return f"{measure_title(measure)}, {where}", steps, values
     return None
 
 
@@ -220,8 +228,7 @@ def dimension_words(shelf: Shelf) -> list[str]:
     found = dimension_course(shelf)
     if found is None:
         return []
-    measure, steps, values = found
-    name = f"{measure_title(measure)}, mean over layers"
+    name, steps, values = found
     first, last = values[0], values[-1]
     ends = f"from {with_error(first)} at step {steps[0]:,} to {with_error(last)} at step {steps[-1]:,}"
     bars = [e.stderr or 0.0 for e in values]
