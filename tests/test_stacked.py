@@ -1,11 +1,18 @@
 """Work that several rows or sites share says what the plain, separate computations say."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from anisoscope.errors import OptionError, SiteError
 from anisoscope.measures.neighbors import by_tiles, nearest_neighbors
 from anisoscope.measures.neighbors_gpu import full_precision, nearest_by_tiles, search
 from anisoscope.measures.plan import scale_of
+from anisoscope.monitoring.tangents import TangentAnalysis
+from anisoscope.monitoring.tangents_together import alike
+from anisoscope.monitoring.views import SiteView
+from anisoscope.text.frequency import TokenCounts
 
 
 def draw(*shape, seed=0):
@@ -57,3 +64,120 @@ def test_devices_and_precision_are_left_as_they_were():
     with torch.autocast("cpu", torch.bfloat16), full_precision(torch.device("cpu")):
         assert (draw(4, 4) @ draw(4, 4)).dtype == torch.float32
     assert torch.get_float32_matmul_precision() == before
+
+
+SITES, SEQUENCES, LENGTH, WIDTH, RANK = 3, 24, 40, 24, 3
+ROWS = SEQUENCES * LENGTH
+
+
+def looked(step, *, sites=SITES, dtype=torch.float32, drop=0):
+    """Views of one look: concepts that are on or off, gradients that follow some of them, Zipfian tokens."""
+    made = torch.Generator().manual_seed(7)
+    ids = (torch.rand(ROWS, generator=made) ** 4 * 60).long()
+    keep = torch.randperm(ROWS, generator=made)[: ROWS - drop].sort().values
+    views = []
+    for site in range(sites):
+        fixed = torch.Generator().manual_seed(100 + site)
+        concepts = torch.randn(5, WIDTH, generator=fixed) * 2
+        own = torch.Generator().manual_seed(1000 * step + site)
+        on = torch.randn(ROWS, 5, generator=fixed).relu()
+        x = (
+            on @ concepts
+            + 0.7 * torch.randn(ROWS, WIDTH, generator=fixed)
+            + 0.2 * torch.randn(ROWS, WIDTH, generator=own)
+        )
+        g = torch.randn(ROWS, WIDTH, generator=own) + (on - 0.3) @ concepts * 0.3
+        views.append(
+            SiteView(
+                site=f"resid.{site}",
+                step=step,
+                seed=0,
+                x=x[keep].to(dtype),
+                g=(1e-3 * g[keep]).to(dtype),
+                ids=ids[keep],
+                positions=keep % LENGTH,
+                sequences=keep // LENGTH,
+                tokens=ROWS,
+            )
+        )
+    return views
+
+
+def asked(views, **more):
+    options = {"rank": RANK, "draws": 49, "bins": 3, "referee": "never", "counts": TokenCounts.of(views[0].ids, 60)}
+    return TangentAnalysis(**options | more)
+
+
+def same(mine, plain, rel, name):
+    assert mine.value == pytest.approx(plain.value, rel=rel, abs=1e-9), name
+    assert (mine.stderr is None) == (plain.stderr is None), name
+    if plain.stderr is not None:
+        assert mine.stderr == pytest.approx(plain.stderr, rel=100 * rel), name
+    assert (mine.n, mine.method, mine.over, mine.dof) == (plain.n, plain.method, plain.over, plain.dof), name
+    assert mine.notes == plain.notes and list(mine.parts) == list(plain.parts), name
+    for part in plain.parts:
+        same(mine.parts[part], plain.parts[part], 10 * rel, f"{name}: {part}")
+
+
+@pytest.mark.parametrize("options", [{}, {"proxies": ("pca",)}, {"proxies": ("pca", "seminmf"), "counts": None}])
+@pytest.mark.parametrize(("dtype", "drop"), [(torch.float32, 0), (torch.float32, 133), (torch.float64, 50)])
+def test_sites_together_say_what_each_says_alone(options, dtype, drop):
+    looks = [looked(step, dtype=dtype, drop=drop) for step in (1, 2, 3)]
+    alone, together = asked(looks[0], **options), asked(looks[0], **options)
+    assert together.stacked(looks[0]) == {}  # a cold start is each site's own affair
+    for view in looks[0]:
+        alone(view), together(view)
+    for views in looks[1:]:
+        found = together.stacked(views)
+        assert list(found) == [view.site for view in views]
+        for view in views:
+            plain = alone(view)
+            assert list(found[view.site]) == list(plain)
+            for name, result in plain.items():
+                # Semi-NMF stops at a decrease of 1e-4: rounding moves where it stands by less than that.
+                rel = 1e-5 if "pca" in str(name)[:7] or "distance" in str(name) else 3e-4
+                loose = any(word in str(name) for word in ("angle", "drift", "sparsity"))  # one code is 1 in 3,000
+                same(found[view.site][name], result, 1e-2 if loose else rel, f"{view.site} {name}")
+    for key, tracker in alone._trackers.items():
+        other = together._trackers[key]
+        assert other.step == tracker.step and list(other.proxy.facts) == list(tracker.proxy.facts)
+        for fact, value in tracker.proxy.facts.items():
+            assert other.proxy.facts[fact] == pytest.approx(value, rel=2e-3, abs=1e-4), fact
+    assert set(together.state()) == set(alone.state())
+
+
+def test_a_site_that_is_not_ordinary_is_taken_alone():
+    looks = [looked(step) for step in (1, 2)]
+    analysis = asked(looks[0])
+    for view in looks[0]:
+        analysis(view)
+    views = list(looks[1])
+    views[1] = replace(views[1], g=torch.zeros_like(views[1].g))
+    found = analysis.stacked(views)
+    assert list(found) == ["resid.0", "resid.2"]
+    both = analysis.together([*views[:1], replace(views[1], step=3), replace(views[2], step=3)])
+    assert isinstance(both["resid.0"], OptionError)  # the same step twice
+    assert isinstance(both["resid.1"]["tangent: activation"], SiteError)
+    assert "pca.explained" in both["resid.1"] and both["resid.2"]["pca.activation.p"].value > 0
+    assert analysis._trackers["resid.1", "pca", 0].step == 3
+
+
+def test_what_cannot_stand_together_is_not_stacked():
+    views = looked(1)
+    assert alike(views) and not alike([]) and not alike([*views[:1], replace(views[1], g=None)])
+    shorter = replace(views[1], x=views[1].x[:, :-1], g=views[1].g[:, :-1])
+    assert not alike([views[0], shorter]) and not alike([views[0], replace(views[1], ids=views[1].ids.flip(0))])
+    assert asked(views, referee="always").stacked(views) == {}
+    assert asked(views, proxies=("kmeans",)).stacked(views) == {}
+    none = asked(views).together([views[0], replace(views[1], g=None, no_gradient="is frozen")])
+    assert isinstance(none["resid.1"], SiteError) and "pca.explained" in none["resid.0"]
+
+
+def test_counts_that_do_not_fit_are_told_at_every_site():
+    looks = [looked(step) for step in (1, 2)]
+    few = TokenCounts.of(looks[0][0].ids[looks[0][0].ids < 20], 60)
+    analysis = asked(looks[0], counts=few)
+    for view in looks[0]:
+        analysis(view)
+    for one in analysis.stacked(looks[1]).values():
+        assert "count 0" in str(one["tangent: by_type"])

@@ -32,7 +32,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
         with torch.autocast(device.type, enabled=False):
             yield
         return
-    own, other = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    own, other = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = own.fp32_precision, other.fp32_precision
     try:
         plain: str | None = torch.get_float32_matmul_precision()

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int64
@@ -104,12 +105,33 @@ def enter_look(book: Book, look: Look, what: What) -> None:
 
 
 def _enter_views(book: Book, views: Sequence[SiteView], what: What) -> None:
+    together = {name: of_all(views) for name, one in what.analyses.items() if (of_all := _of_all(one)) is not None}
     for view in views:
         _enter_states(book, view, what)
         _enter_gradients(book, view, what)
         _enter_maps(book, view)
         for name, analysis in what.analyses.items():
-            _enter_analysis(book, view, name, analysis)
+            _enter_analysis(book, view, name, analysis, together.get(name))
+
+
+OfAll: TypeAlias = Callable[[Sequence[SiteView]], Mapping[str, Mapping[Name, Estimate | Curve | Exception] | Exception]]
+
+
+def _of_all(analysis: Analysis) -> OfAll | None:
+    """How an analysis takes all sites of a look together, where it can: its method ``together``."""
+    found = getattr(analysis, "together", None)
+    if found is None:
+        return None
+
+    def attempt(
+        views: Sequence[SiteView],
+    ) -> Mapping[str, Mapping[Name, Estimate | Curve | Exception] | Exception]:
+        try:
+            return dict(found(views))
+        except Exception as error:  # no site has anything then
+            return {view.site: error for view in views}
+
+    return attempt
 
 
 def _loss(look: Look) -> Estimate:
@@ -239,9 +261,18 @@ def _method(kind: str) -> str:
     return "Frobenius norm of the " + ("change in one step" if kind == "update" else f"{kind} gradient")
 
 
-def _enter_analysis(book: Book, view: SiteView, name: str, analysis: Analysis) -> None:
+def _enter_analysis(
+    book: Book,
+    view: SiteView,
+    name: str,
+    analysis: Analysis,
+    together: Mapping[str, Mapping[Name, Estimate | Curve | Exception] | Exception] | None,
+) -> None:
     try:
-        results = dict(analysis(view))
+        found = analysis(view) if together is None or view.site not in together else together[view.site]
+        if isinstance(found, Exception):
+            raise found
+        results = dict(found)
         for key, result in results.items():
             if isinstance(result, Exception):
                 book.fail(view.site, key if isinstance(key, str) else " · ".join(key), result)

@@ -8,7 +8,7 @@ one half of the probe's sequences are tested on the other half, always.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError, OptionError, SiteError, choose
 from anisoscope.estimate import Estimate
+from anisoscope.monitoring.tangents_together import STACKED, Prepared, alike, prepared, stacked_results
 from anisoscope.monitoring.views import MapView, Name, SiteView
 from anisoscope.runs.records import Curve
 from anisoscope.stats.moments import Moments
@@ -37,6 +38,9 @@ GRADIENTS = ("activation", "reader", "writer", "update", "embedding")
 REFEREE = ("last", "always", "never")
 BOOTSTRAPS = 199
 PERMUTATIONS = 99
+OVERLAP = "share of the span inside that of PCA"
+SPLIT = "mean principal angle between the fits of two halves"
+DRIFT = "mean principal angle to the last look's fit, degrees"
 
 Result: TypeAlias = Estimate | Curve | AnisoscopeError
 
@@ -84,6 +88,7 @@ class TangentAnalysis:
     seed: int = 0
     _trackers: dict[tuple[str, str, int], ProxyTracker] = field(default_factory=dict, repr=False)
     _bins: FrequencyBins | None = field(default=None, repr=False)
+    _prepared: Prepared | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, given, known in (("proxy", self.proxies, PROXIES), ("gradient", self.gradients, GRADIENTS)):
@@ -123,15 +128,50 @@ class TangentAnalysis:
         halves = Halves.of(view.sequences, self.seed, view.x.device)
         before = self._known(view.site)
         pairs = {kind: self._fitted(view, halves, kind) for kind in self.proxies}
-        due = self.referee == "always" or (self.referee == "last" and view.step == self.steps)
-        here = _Here(view, view.g, halves, pairs, before, due)
+        here = _Here(view, view.g, halves, pairs, before, self._due(view))
         found: dict[Name, Result] = {}
         for part in (self._facts, self._activation, self._reader, self._matrices, self._by_type, self._refereed):
-            try:
-                found.update(part(here))
-            except AnisoscopeError as error:  # what one part cannot say, the others still can
-                found[f"tangent: {part.__name__.strip('_')}"] = error
+            found |= self._attempted(part, here)
         return found
+
+    def _attempted(self, part: Callable[[_Here], Iterator[tuple[Name, Result]]], here: _Here) -> dict[Name, Result]:
+        found: dict[Name, Result] = {}
+        try:
+            found.update(part(here))
+        except AnisoscopeError as error:  # what one part cannot say, the others still can
+            found[f"tangent: {part.__name__.strip('_')}"] = error
+        return found
+
+    def together(self, views: Sequence[SiteView]) -> dict[str, Mapping[Name, Result] | Exception]:
+        """All results of all sites by site, an exception where a site gave none.
+
+        On a GPU ordinary sites share their work, and what they say is what each says alone, up to rounding.
+        """
+        found: dict[str, Mapping[Name, Result] | Exception] = {}
+        if views and views[0].x.device.type == "cuda":
+            found |= self.stacked(views)
+        for view in views:
+            if view.site not in found:
+                try:
+                    found[view.site] = self(view)
+                except Exception as error:  # one site must not end the others
+                    found[view.site] = error
+        return found
+
+    def stacked(self, views: Sequence[SiteView]) -> dict[str, Mapping[Name, Result]]:
+        """Results of those sites that can be taken together, on any device."""
+        if any(self._due(view) for view in views) or not set(self.proxies) <= set(STACKED) or not alike(views):
+            return {}
+        if self._prepared is None or not self._prepared.fits(views[0]):
+            try:
+                self._prepared = prepared(self, views[0], BOOTSTRAPS)
+            except AnisoscopeError:  # too few sequences, unknown ids: told site by site
+                return {}
+        return stacked_results(self, views, self._prepared)
+
+    def _due(self, view: SiteView) -> bool:
+        """Whether the dear checks are due."""
+        return self.referee == "always" or (self.referee == "last" and view.step == self.steps)
 
     def state(self) -> dict[str, Tensor]:
         """What the next look starts from, as tensors to be saved."""
@@ -174,6 +214,12 @@ class TangentAnalysis:
             found.append(proxy)
         return found[0], found[1]
 
+    def _keep(self, view: SiteView, kind: str, pair: tuple[Proxy, Proxy]) -> None:
+        """Enter fits that were made elsewhere."""
+        for half, proxy in enumerate(pair):
+            key = (view.site, kind, half)
+            self._trackers[key] = replace(self._trackers[key], proxy=proxy, step=view.step)
+
     def _note(self, here: _Here) -> str:
         width = here.g.shape[1]
         return f"K={self.rank}, D={width}, chance {self.rank / width:.3g}, B={self.draws}"
@@ -187,47 +233,54 @@ class TangentAnalysis:
                     yield f"{kind}.{fact}", _plain([proxy.facts[fact] for proxy in pair], here, f"{fact} of the fit")
             if leading is not None and kind != "pca":
                 held = [overlap(one.basis, two.basis) for one, two in zip(pair, leading, strict=True)]
-                yield f"{kind}.pca_overlap", _plain(held, here, "share of the span inside that of PCA")
+                yield f"{kind}.pca_overlap", _plain(held, here, OVERLAP)
             apart = float(principal_angles(pair[0].basis, pair[1].basis).mean())
-            yield f"{kind}.split_angle", _plain([apart], here, "mean principal angle between the fits of two halves")
+            yield f"{kind}.split_angle", _plain([apart], here, SPLIT)
             if kind in here.before:
                 turned = [
                     float(principal_angles(a.basis, b.basis).mean())
                     for a, b in zip(here.before[kind], pair, strict=True)
                 ]
-                yield f"{kind}.drift", _plain(turned, here, "mean principal angle to the last look's fit, degrees")
+                yield f"{kind}.drift", _plain(turned, here, DRIFT)
 
     def _activation(self, here: _Here) -> Iterator[tuple[Name, Result]]:
         """Energy shares and ratios, of all tokens and by frequency."""
         bins, labels = None, list[str]()
         if self._bins is not None:
             bins, labels = self._bins.bin_of(here.view.ids), _labels(self._bins)
-        note = self._note(here)
         found = crossed_tests(
             here.g, here.halves, here.bases, bins=bins, labels=labels, draws=self.draws, seed=self.seed
         )
         scatters = [Moments.of(in_range(here.view.x[rows], "activations")) for rows in here.halves.rows]
         for kind, tests in found.items():
-            name = f"{kind}.activation"
-            for label, test in tests.items():
-                if isinstance(test, CrossedTest):
-                    where = label or "all"
-                    for what in ("share", "control", "ratio"):
-                        estimate: Estimate = getattr(test, what)
-                        yield (f"{name}.{what}", where), replace(estimate, notes=(*estimate.notes, note))
-                elif not label:
-                    raise SiteError(f"no energy test at {here.view.site!r}: {test}")
+            yield from self._told_tests(here, kind, tests)
             whole = tests[""]
             assert isinstance(whole, CrossedTest)
-            method = "(1 + #random bases with as much) / (B + 1)"
-            yield f"{name}.p", Estimate(value=whole.p, stderr=None, n=whole.share.n, method=method, notes=(note,))
             # The basis of one half against the variance of the other: the same rows that its energy was tested on.
             pair = here.bases[kind]
             shares = [variance_within(scatters[half], pair[1 - half]) for half in (0, 1)]
-            variance = replace(mean_of_halves(*shares), notes=(*shares[0].notes, note))
+            variance = replace(mean_of_halves(*shares), notes=(*shares[0].notes, self._note(here)))
             yield f"{kind}.variance_share", variance
-            yield f"{name}.enrichment", enrichment_of(whole.share, variance)
+            yield f"{kind}.activation.enrichment", enrichment_of(whole.share, variance)
             yield from self._anisotropy(here, kind)
+
+    def _told_tests(
+        self, here: _Here, kind: str, tests: Mapping[str, CrossedTest | str]
+    ) -> Iterator[tuple[Name, Result]]:
+        """Share, control and ratio of all tokens and of each group, and the p-value of all tokens."""
+        name, note = f"{kind}.activation", self._note(here)
+        for label, test in tests.items():
+            if isinstance(test, CrossedTest):
+                where = label or "all"
+                for what in ("share", "control", "ratio"):
+                    estimate: Estimate = getattr(test, what)
+                    yield (f"{name}.{what}", where), replace(estimate, notes=(*estimate.notes, note))
+            elif not label:
+                raise SiteError(f"no energy test at {here.view.site!r}: {test}")
+        whole = tests[""]
+        assert isinstance(whole, CrossedTest)
+        method = "(1 + #random bases with as much) / (B + 1)"
+        yield f"{name}.p", Estimate(value=whole.p, stderr=None, n=whole.share.n, method=method, notes=(note,))
 
     def _anisotropy(self, here: _Here, kind: str) -> Iterator[tuple[Name, Result]]:
         each = []

@@ -1,0 +1,236 @@
+"""Proxies of all sites and halves fitted together: one product, one decomposition, one sweep for all of them.
+
+Only the ordinary case is taken here: rows of ordinary size, a warm start, no concept without rows, no rank lost. What
+is not ordinary is flagged, and the caller fits it alone, where everything is cared for. F counts fits, (site, half) in
+this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
+from anisoscope.tangent.sweeps import swept_all
+
+MAX_ITER, TOLERANCE, SWEEPS = 200, 1e-4, 4  # as ``fit_seminmf`` has them
+CHECK_EVERY = 8  # iterations between two questions to the device whether all fits have settled
+SPLIT_COLUMNS = 1024  # codes multiplied at a time: long thin products leave most of a GPU idle
+EPS = torch.finfo(torch.float64).eps
+
+_POOL = ThreadPoolExecutor(4, thread_name_prefix="anisoscope-eigh")
+
+
+def eigh_later(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Begin an eigendecomposition, ascending, beside whatever comes next; the function returned waits for it.
+
+    On a GPU one is a thousand small steps that leave it idle, so that they hide behind other work on other streams.
+    """
+    if matrices.device.type != "cuda":
+        found = torch.linalg.eigh(matrices)
+        return lambda: (found[0], found[1])
+    device = matrices.device
+    ready = torch.cuda.current_stream(device).record_event()
+
+    def work() -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)) as _:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(ready)
+            matrices.record_stream(stream)
+            values, vectors = torch.linalg.eigh(matrices)
+            return values, vectors, stream.record_event()
+
+    task = _POOL.submit(work)
+
+    def result() -> tuple[Tensor, Tensor]:
+        values, vectors, done = task.result()
+        here = torch.cuda.current_stream(device)
+        here.wait_event(done)
+        values.record_stream(here)
+        vectors.record_stream(here)
+        return values, vectors
+
+    return result
+
+
+@dataclass(frozen=True)
+class Centred:
+    """Rows of each fit about their mean, filled up with rows of zeros to one number, and their sums in float64."""
+
+    rows: Float[Tensor, "f n d"]
+    counts: Int[Tensor, "f"]
+    mean: Float[Tensor, "f d"]
+    scatter: Float[Tensor, "f d d"]
+    total: Float[Tensor, "f"]
+
+    @classmethod
+    def of(cls, x: Float[Tensor, "s n d"], halves: tuple[Int[Tensor, "i"], Int[Tensor, "j"]]) -> Centred:
+        """The two halves of each site's rows."""
+        sites, _, width = x.shape
+        most = max(len(half) for half in halves)
+        rows = x.new_zeros(sites, 2, most, width)
+        mean = x.new_empty(sites, 2, width, dtype=torch.float64)
+        scatter = x.new_empty(sites, 2, width, width, dtype=torch.float64)
+        total = x.new_empty(sites, 2, dtype=torch.float64)
+        for half, at in enumerate(halves):
+            for site in range(sites):  # one at a time: float64 copies of all rows of all sites would be large
+                wide = x[site].index_select(0, at).double()
+                mean[site, half] = middle = wide.mean(dim=0)
+                wide = wide.sub_(middle).to(x.dtype)
+                rows[site, half, : len(at)] = wide
+                wide = wide.double()
+                scatter[site, half] = wide.T @ wide
+        total = scatter.diagonal(dim1=2, dim2=3).sum(dim=2)
+        counts = torch.tensor([len(half) for half in halves], device=x.device).repeat(sites)
+        return cls(rows.flatten(0, 1), counts, mean.flatten(0, 1), scatter.flatten(0, 1), total.flatten())
+
+    def spread(self) -> Bool[Tensor, "f"]:
+        """Whether the rows of a fit differ by more than rounding."""
+        rounding = 4 * torch.finfo(self.rows.dtype).eps * self.mean.abs().amax(dim=1)
+        return self.total > self.counts * self.rows.shape[2] * rounding.square()
+
+    def facts(self, basis: Float[Tensor, "f d k"]) -> dict[str, Float[Tensor, "f"]]:
+        """``explained`` and ``mean_share`` of a basis for each fit."""
+        held = ((self.scatter @ basis) * basis).sum(dim=(1, 2)) / self.total
+        size = self.mean.square().sum(dim=1)
+        inside = (self.mean[:, None] @ basis).square().sum(dim=(1, 2))
+        share = torch.where(size > 0, inside / torch.where(size > 0, size, 1.0), 0.0)
+        return {"explained": held.clamp_max(1.0), "mean_share": share}
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Bases of one kind, what is to be told of them, and which of the fits are to be believed."""
+
+    basis: Float[Tensor, "f d k"]
+    facts: dict[str, Float[Tensor, "f"]]
+    ordinary: Bool[Tensor, "f"]
+    state: Float[Tensor, "f k d"] | None = None
+    settled: Bool[Tensor, "f"] | None = None
+
+
+def pca_fits(centred: Centred, rank: int, decomposed: tuple[Tensor, Tensor]) -> Fits:
+    """The leading directions, from the decomposed scatters."""
+    ascending, columns = decomposed
+    values, vectors = ascending.flip(1)[:, : rank + 1], columns.flip(2)[:, :, :rank]
+    _, n, width = centred.rows.shape
+    rounding = max(16 * torch.finfo(centred.rows.dtype).eps ** 2, max(n, width) * EPS)
+    basis = with_fixed_signs(vectors)
+    error = (1 - values[:, :rank].sum(dim=1) / centred.total).clamp_min(0)
+    ordinary = centred.spread() & (values[:, rank - 1] > rounding * values[:, 0]) & (centred.counts > width)
+    return Fits(basis, {**centred.facts(basis), "error": error}, ordinary)
+
+
+def with_fixed_signs(basis: Float[Tensor, "f d k"]) -> Float[Tensor, "f d k"]:
+    """``spans.with_fixed_sign`` of many."""
+    largest = basis.gather(1, basis.abs().argmax(dim=1, keepdim=True))
+    return basis * torch.where(largest < 0, -1.0, 1.0)
+
+
+def seminmf_fits(centred: Centred, start: Float[Tensor, "f k d"]) -> Fits:
+    """Semi-NMF of every fit from the concepts of an earlier one; each stops where it would have stopped alone."""
+    a, concepts = centred.rows, start
+    rank = start.shape[1]
+    ordinary = centred.spread() & (centred.total > 0)
+    concepts, codes, iterations, settled, sound = _descend(a, concepts, centred.total)
+    small = concepts.to(a.dtype)
+    lost = torch.stack([(part - code.T @ one).double().square().sum() for part, code, one in zip(a, codes, small)])
+    second = second_moments(codes).diagonal(dim1=1, dim2=2)
+    length = torch.linalg.vector_norm(concepts, dim=2)
+    order = (second * length.square()).argsort(dim=1, descending=True, stable=True)
+    unit = concepts / torch.where(length > 0, length, 1.0)[:, :, None]
+    unit = unit.gather(1, order[:, :, None].expand_as(unit))
+    basis, triangle = torch.linalg.qr(unit.transpose(1, 2))
+    least = torch.linalg.svdvals(triangle)[:, -1]
+    full = least > 16 * max(unit.shape[1:]) ** 0.5 * EPS
+    basis = with_fixed_signs(basis)
+    zeros = (codes == 0).sum(dim=(1, 2)) - (a.shape[1] - centred.counts) * rank
+    facts = {
+        **centred.facts(basis),
+        "error": lost / centred.total,
+        "sparsity": zeros.double() / (centred.counts * rank),
+        "iterations": iterations.double(),
+    }
+    return Fits(basis, facts, ordinary & sound & full, unit, settled)
+
+
+def _descend(
+    a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Concepts, codes, iterations, whether it settled, and whether nothing unusual was met, for each fit."""
+    codes = _warm_codes(a, concepts)
+    active = torch.ones(len(a), dtype=torch.bool, device=a.device)
+    sound, before, iterations = active.clone(), torch.ones_like(size), torch.zeros_like(size)
+    gram = concepts @ concepts.transpose(1, 2)
+    for iteration in range(1, MAX_ITER + 1):
+        cross = concepts.to(a.dtype) @ a.transpose(1, 2)
+        new = swept_all(codes, cross, gram, SWEEPS)
+        second = second_moments(new)
+        pull = (new @ a).double()
+        fresh, good = _least_squares(second, pull, concepts, a.dtype)
+        own = fresh @ fresh.transpose(1, 2)
+        error = (size - 2 * (pull * fresh).sum(dim=(1, 2)) + (second * own).sum(dim=(1, 2))).clamp_min(0) / size
+        here = active[:, None, None]
+        codes, concepts, gram = torch.where(here, new, codes), torch.where(here, fresh, concepts), own
+        gram = concepts @ concepts.transpose(1, 2)
+        sound = sound & (good | ~active)
+        iterations = iterations + active
+        going = before - error > TOLERANCE * before
+        before = torch.where(active, error, before)
+        active = active & going & good
+        if iteration % CHECK_EVERY == 0 and not bool(active.any()):
+            break
+    return concepts, codes, iterations, ~active, sound
+
+
+def _warm_codes(a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"]) -> Float[Tensor, "f k n"]:
+    """``descent.solved`` of all fits."""
+    cross = concepts.to(a.dtype) @ a.transpose(1, 2)
+    gram = concepts @ concepts.transpose(1, 2)
+    rank = gram.shape[1]
+    free = torch.linalg.pinv(gram, rtol=rank * torch.finfo(a.dtype).eps, hermitian=True).to(a.dtype)
+    codes = (free @ cross).clamp_min_(0)
+    gain = 2 * (codes * cross).sum(dim=1) - (codes * (gram.to(a.dtype) @ codes)).sum(dim=1)
+    codes = codes * (gain > 0)[:, None]
+    active = torch.ones(len(a), dtype=torch.bool, device=a.device)
+    for sweep in range(WARM_SWEEPS):
+        new = swept_all(codes, cross, gram, 1)
+        moved = torch.linalg.vector_norm(new - codes, dim=(1, 2)) > STREAM_SETTLED * torch.linalg.vector_norm(
+            new, dim=(1, 2)
+        )
+        codes = torch.where(active[:, None, None], new, codes)
+        active = active & moved
+        if sweep % CHECK_EVERY == CHECK_EVERY - 1 and not bool(active.any()):
+            break
+    return codes
+
+
+def second_moments(codes: Float[Tensor, "f k n"]) -> Float[Tensor, "f k k"]:
+    """``Z^T Z`` of each fit in float64."""
+    fits, rank, n = codes.shape
+    parts = -(-n // SPLIT_COLUMNS)
+    if n % SPLIT_COLUMNS:
+        codes = torch.nn.functional.pad(codes, (0, parts * SPLIT_COLUMNS - n))
+    wide = codes.view(fits, rank, parts, SPLIT_COLUMNS).transpose(1, 2).flatten(0, 1).double()
+    return (wide @ wide.transpose(1, 2)).view(fits, parts, rank, rank).sum(dim=1)
+
+
+def _least_squares(
+    second: Float[Tensor, "f k k"], pull: Float[Tensor, "f k d"], before: Float[Tensor, "f k d"], dtype: torch.dtype
+) -> tuple[Float[Tensor, "f k d"], Bool[Tensor, "f"]]:
+    """``descent.least_squares`` where no direction is lost to rounding, and whether that is so."""
+    size = second.diagonal(dim1=1, dim2=2)
+    alive = (size > 0).all(dim=1)
+    size = torch.where(size > 0, size, 1.0).sqrt()
+    scaled = second / size[:, :, None] / size[:, None, :]
+    factor, failed = torch.linalg.cholesky_ex(scaled)
+    inverse = torch.cholesky_inverse(factor)
+    spread = torch.linalg.vector_norm(scaled, dim=(1, 2)) * torch.linalg.vector_norm(inverse, dim=(1, 2))
+    good = alive & (failed == 0) & (spread * second.shape[1] * torch.finfo(dtype).eps < 1)
+    step = inverse @ ((pull - second @ before) / size[:, :, None])
+    return torch.where(good[:, None, None], before + step / size[:, :, None], before), good
