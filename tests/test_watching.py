@@ -40,8 +40,8 @@ monitor:
   sequences: 24
   measures: [spectral_ratio, two_nn]
   gradient_measures: [mean_cosine]
-  sites: [resid.*, attn_in.*]
-  tangent: {{rank: 4, gradients: [activation, update], draws: 19, bins: 2, referee: never}}
+  sites: [resid.0, attn_in.0]
+  tangent: {{proxies: [seminmf], rank: 4, gradients: [activation, update], draws: 19, bins: 2, referee: never}}
 """)
 LOOKS = [0, 1, 2, 5, 12]
 
@@ -414,7 +414,7 @@ def test_a_look_that_fails_harms_nothing(tmp_path, data, whole):
     found, failed = records(tmp_path / "run")
     assert result.loss == whole[1][0].loss
     assert {place[3] for place in failed} == {"broken"} and any("no luck" in note for note in result.notes)
-    assert ("decoder", STEPS, "resid.1", "spectral_ratio", "all") in found
+    assert ("decoder", STEPS, "resid.0", "spectral_ratio", "all") in found
 
 
 @pytest.mark.parametrize("name", recipe_names())
