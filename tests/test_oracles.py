@@ -811,3 +811,14 @@ def test_distances_inside_blocks_are_exact_for_copies_and_near_ones():
     found = distances_within(blocks, 4)
     torch.testing.assert_close(found, truth.topk(4, dim=2, largest=False).values, rtol=1e-6, atol=0.0)
     assert bool((found[:, :2, 0] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("n", [127, 128, 2048, 2048 + 128 + 5, 3 * 2048 + 127])
+def test_mean_cosine_over_blocks_parts_and_a_rest(n, dtype, one_seed):
+    """Rows are summed in blocks of short parts and what is left over: all of it counts, each row once."""
+    rows = (torch.randn(n, 6, generator=torch.Generator().manual_seed(one_seed)) + 0.5).to(dtype)
+    rows *= torch.linspace(0.1, 10, n).to(dtype)[:, None]  # directions alone must count
+    found = an.mean_cosine(rows)
+    truth = oracles.mean_cosine(rows.double().numpy())
+    assert found.n == n and found.value == pytest.approx(truth, abs=1e-12 if dtype == torch.float64 else 1e-6)
