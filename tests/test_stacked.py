@@ -51,6 +51,14 @@ def test_tiles_find_the_same_neighbours(name, k):
     assert torch.allclose((at * scale).norm(dim=2) / scale, there.distances, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("name", ["plain", "far from the origin", "tiny", "few"])
+def test_rows_in_two_parts_find_the_same_neighbours(name):
+    rows = CLOUDS[name]
+    found, there = search(rows, 2, scale_of(rows), in_parts=True), nearest_neighbors(rows, 2)
+    assert bool(found.settled.all())
+    assert torch.allclose(found.distances, there.distances, rtol=1e-12, atol=0)
+
+
 def test_what_float32_cannot_settle_is_told():
     rows = CLOUDS["heaps"]
     assert not bool(search(rows, 2, 1.0).settled.any())
@@ -137,7 +145,7 @@ def test_sites_together_say_what_each_says_alone(options, dtype, drop):
                 # Semi-NMF stops at a decrease of 1e-4: rounding moves where it stands by less than that.
                 rel = 1e-5 if "pca" in str(name)[:7] or "distance" in str(name) else 3e-4
                 loose = any(word in str(name) for word in ("angle", "drift", "sparsity"))  # one code is 1 in 3,000
-                same(found[view.site][name], result, 1e-2 if loose else rel, f"{view.site} {name}")
+                same(found[view.site][name], result, 5e-2 if loose else rel, f"{view.site} {name}")
     for key, tracker in alone._trackers.items():
         other = together._trackers[key]
         assert other.step == tracker.step and list(other.proxy.facts) == list(tracker.proxy.facts)
