@@ -97,9 +97,9 @@ def panel_json(panel: Panel) -> dict[str, Any]:
         layout["annotations"].append(
             {
                 "text": escape(clipped(reference.name, TITLE_LETTERS)),
-                "x": 0.5,
+                "x": 1.0,  # at the right end: lines of a training have left it by then
                 "xref": "paper",
-                "xanchor": "center",
+                "xanchor": "right",
                 "y": math.log10(reference.y) if panel.y.log else reference.y,
                 "yanchor": "bottom",
                 "showarrow": False,

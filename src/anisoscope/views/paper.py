@@ -115,7 +115,7 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
         axes.axhline(reference.y, color="#777777", linewidth=0.7, linestyle=(0, (1, 2)))
         where = axes.get_yaxis_transform()
         axes.text(
-            0.5, reference.y, reference.name, transform=where, ha="center", va="bottom", fontsize=6, color="#555555"
+            1.0, reference.y, reference.name, transform=where, ha="right", va="bottom", fontsize=6, color="#555555"
         )
     for axis, spec, scale in ((axes.xaxis, panel.x, axes.set_xscale), (axes.yaxis, panel.y, axes.set_yscale)):
         if spec.log:
