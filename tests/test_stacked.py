@@ -9,9 +9,14 @@ from anisoscope.errors import OptionError, SiteError
 from anisoscope.measures.neighbors import by_tiles, nearest_neighbors
 from anisoscope.measures.neighbors_gpu import full_precision, nearest_by_tiles, search
 from anisoscope.measures.plan import scale_of
+from anisoscope.measures.stacked import STACKED, begin
+from anisoscope.measures.table import measure
+from anisoscope.monitor import DEFAULT_MEASURES, GRADIENT_MEASURES
+from anisoscope.monitoring.measuring import Book, What, _enter_gradients, _enter_states, enter_look, norm_of_squares
+from anisoscope.monitoring.stacking import Stacked
 from anisoscope.monitoring.tangents import TangentAnalysis
 from anisoscope.monitoring.tangents_together import alike
-from anisoscope.monitoring.views import SiteView
+from anisoscope.monitoring.views import Look, SiteView
 from anisoscope.text.frequency import TokenCounts
 
 
@@ -150,7 +155,12 @@ def test_sites_together_say_what_each_says_alone(options, dtype, drop):
         other = together._trackers[key]
         assert other.step == tracker.step and list(other.proxy.facts) == list(tracker.proxy.facts)
         for fact, value in tracker.proxy.facts.items():
-            assert other.proxy.facts[fact] == pytest.approx(value, rel=2e-3, abs=1e-4), fact
+            if fact == "iterations":  # the last decrease may lie next to the tolerance
+                assert abs(other.proxy.facts[fact] - value) <= 1
+                continue
+            assert other.proxy.facts[fact] == pytest.approx(
+                value, rel=2e-3, abs=3e-3 if fact == "sparsity" else 1e-4
+            ), fact
     assert set(together.state()) == set(alone.state())
 
 
@@ -189,3 +199,70 @@ def test_counts_that_do_not_fit_are_told_at_every_site():
         analysis(view)
     for one in analysis.stacked(looks[1]).values():
         assert "count 0" in str(one["tangent: by_type"])
+
+
+def clouds(n=1400, width=24):
+    """Rows on curved sheets, one site with copies, one with a mean far off."""
+    made = torch.Generator().manual_seed(5)
+    found = []
+    for site in range(4):
+        x = torch.sin(torch.rand(n, 4, generator=made) @ torch.randn(4, 30, generator=made) * 2)
+        x = x @ torch.randn(30, width, generator=made) + 0.3 * torch.randn(n, width, generator=made) + site
+        found.append(x)
+    found[1][100:140] = found[1][:40]
+    return found
+
+
+def test_measures_of_sites_together_are_those_of_each():
+    rows = clouds()
+    for found, one in zip(begin(rows, STACKED)(), rows, strict=True):
+        plain = measure(one, STACKED)
+        for name in STACKED:
+            mine = found[name]
+            assert mine.value == pytest.approx(plain[name].value, rel=1e-6), name
+            assert (mine.n, mine.method, mine.over, mine.dof) == (
+                plain[name].n, plain[name].method, plain[name].over, plain[name].dof
+            )  # fmt: skip
+            if plain[name].stderr is None:
+                assert mine.stderr is None
+            else:
+                assert mine.stderr == pytest.approx(plain[name].stderr, rel=1e-5) and mine.notes == plain[name].notes
+    assert [set(one) for one in begin(rows, ["isoscore"])()] == [{"isoscore"}] * 4
+
+
+def test_sites_that_are_not_ordinary_are_left_to_the_measures():
+    rows = clouds()
+    rows[0] = rows[0] * 1e12
+    rows[1] = torch.ones_like(rows[1])
+    rows[2][5, 3] = torch.nan
+    found = begin(rows, STACKED)()
+    assert [one is None for one in found] == [True, True, True, False]
+    steep = clouds()[:1]
+    steep[0] = steep[0] * 10.0 ** torch.linspace(0, -9, 24)
+    assert begin(steep, ["effective_rank"])() == [None]
+    assert begin([one[:20] for one in clouds()], STACKED)() == [None] * 4  # too few
+    assert begin([one.double() for one in clouds()], STACKED)() == [None] * 4
+    heaps = [clustered(1400, 8), draw(1400, 8)]
+    for one, plain in zip(begin(heaps, ["two_nn"])(), heaps, strict=True):
+        assert one is None or one["two_nn"].value == pytest.approx(measure(plain, ["two_nn"])["two_nn"].value, rel=1e-6)
+
+
+def test_a_look_measured_together_is_the_look_measured_site_by_site():
+    views = looked(1)
+    still = torch.zeros(ROWS, 1)
+    still[LENGTH - 1 :: LENGTH] = 1  # the last token of each sequence predicts nothing
+    views = [replace(view, g=view.g * (1 - still) * 1e-6, x=torch.tanh(view.x)) for view in views]
+    views[2] = replace(views[2], g=views[2].g * (torch.arange(ROWS) > 3)[:, None])
+    what = What(DEFAULT_MEASURES, GRADIENT_MEASURES, {}, 0)
+    plain, mine = Book("", 1, ""), Book("", 1, "")
+    enter_look(plain, Look(tuple(views), 1.0, ROWS), what)
+    stacked = Stacked.begin(views, what.measures, what.gradient_measures, norm_of_squares)
+    states, gradients = stacked.finish()
+    assert list(gradients) == ["resid.0", "resid.1"] and len(states) == 3
+    for view in views:
+        _enter_states(mine, view, what, states.get(view.site, {}))
+        _enter_gradients(mine, view, what, gradients.get(view.site))
+    assert not plain.failures and not mine.failures
+    for one, two in zip(plain.records[1:], mine.records, strict=True):
+        assert (one.site, one.measure) == (two.site, two.measure)
+        same(two.estimate, one.estimate, 1e-5, f"{one.site} {one.measure}")

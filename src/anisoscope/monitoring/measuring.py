@@ -20,6 +20,7 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Workspace, compute, lookup
 from anisoscope.measures.neighbors_gpu import full_precision
 from anisoscope.measures.table import measure
+from anisoscope.monitoring.stacking import GRADIENT, Stacked, gradient_names, still_note
 from anisoscope.monitoring.views import Analysis, Look, MapView, Name, SiteView
 from anisoscope.runs.records import Curve, Failure, Record
 from anisoscope.slices import ALL
@@ -27,7 +28,6 @@ from anisoscope.slices import ALL
 MODEL = "model"
 """Stands for the site of what belongs to the whole model, such as its loss."""
 
-GRADIENT = "gradient_"
 SEQUENCES_FOR_BAR = 8
 
 
@@ -105,10 +105,16 @@ def enter_look(book: Book, look: Look, what: What) -> None:
 
 
 def _enter_views(book: Book, views: Sequence[SiteView], what: What) -> None:
+    stacked = (
+        Stacked.begin(views, what.measures, what.gradient_measures, norm_of_squares)
+        if views[0].x.device.type == "cuda"
+        else Stacked()
+    )
     together = {name: of_all(views) for name, one in what.analyses.items() if (of_all := _of_all(one)) is not None}
+    states, gradients = stacked.finish()
     for view in views:
-        _enter_states(book, view, what)
-        _enter_gradients(book, view, what)
+        _enter_states(book, view, what, states.get(view.site, {}))
+        _enter_gradients(book, view, what, gradients.get(view.site))
         _enter_maps(book, view)
         for name, analysis in what.analyses.items():
             _enter_analysis(book, view, name, analysis, together.get(name))
@@ -141,12 +147,13 @@ def _loss(look: Look) -> Estimate:
     return Estimate(value=look.loss, stderr=None, n=look.tokens, method="mean loss on the probe", notes=notes)
 
 
-def _enter_states(book: Book, view: SiteView, what: What) -> None:
+def _enter_states(book: Book, view: SiteView, what: What, known: Mapping[str, Estimate]) -> None:
     along = [name for name in what.measures if lookup(name).needs().turns]
     for name in along:
         book.attempt(view.site, name, lambda name=name: _of_turns(name, view))  # type: ignore[misc]
     rest = [name for name in what.measures if name not in along]
-    for name, result in _together(view.x, rest, what.seed).items():
+    found = dict(known) | _together(view.x, [name for name in rest if name not in known], what.seed)
+    for name, result in ((name, found[name]) for name in rest):
         if isinstance(result, Estimate):
             book.enter(view.site, name, result)
         else:
@@ -173,11 +180,15 @@ def _together(rows: Tensor, names: Sequence[str], seed: int) -> dict[str, Estima
 
 
 def _gradient_names(what: What) -> tuple[str, ...]:
-    return (f"{GRADIENT}norm", *(f"{GRADIENT}{name}" for name in what.gradient_measures))
+    return gradient_names(what.gradient_measures)
 
 
-def _enter_gradients(book: Book, view: SiteView, what: What) -> None:
+def _enter_gradients(book: Book, view: SiteView, what: What, known: Mapping[str, Estimate] | None) -> None:
     g = view.g
+    if known is not None:
+        for name in _gradient_names(what):
+            book.enter(view.site, name, known[name])
+        return
     if g is None:
         for name in _gradient_names(what):
             book.fail(view.site, name, f"site {view.site!r} {view.no_gradient or 'gave no gradient'}")
@@ -192,7 +203,7 @@ def _enter_gradients(book: Book, view: SiteView, what: What) -> None:
     book.attempt(view.site, f"{GRADIENT}norm", lambda: gradient_norm(g, view.sequences, view.tokens))
     moving = (g != 0).any(dim=1)
     still = int((~moving).sum())
-    notes = (f"{still:,} of {len(g):,} rows of the gradient are zero and were left out",) if still else ()
+    notes = still_note(still, len(g))
     if still == len(g):
         for name in what.gradient_measures:
             book.fail(view.site, GRADIENT + name, f"every row of the gradient at {view.site!r} is zero")
@@ -211,19 +222,22 @@ def gradient_norm(g: Float[Tensor, "n d"], sequences: Int64[Tensor, "n"], tokens
     """
     if len(g) == 0:
         raise TooFewRowsError("no row of the gradient is held")
-    squares = g.double().square().sum(dim=1).cpu()
-    factor = max(1.0, tokens / len(g))
     number = sequences.cpu().unique(return_inverse=True)[1]
+    return norm_of_squares(g.double().square().sum(dim=1).cpu(), number, tokens)
+
+
+def norm_of_squares(squares: Float[Tensor, "n"], number: Int64[Tensor, "n"], tokens: int) -> Estimate:
+    """The same from the squared length of each row and the number of its sequence."""
+    n = len(squares)
+    factor = max(1.0, tokens / n)
     sums = torch.zeros(int(number.max()) + 1, dtype=torch.float64).index_add(0, number, squares).tolist()
     value = math.sqrt(factor * math.fsum(sums))
     method = "Frobenius norm of the gradient of the mean loss"
     if len(sums) < SEQUENCES_FOR_BAR or value == 0:
         note = f"no error bar: {len(sums)} sequences, {SEQUENCES_FOR_BAR} are needed"
-        return Estimate(value=value, stderr=None, n=len(g), method=method, notes=(note,))
+        return Estimate(value=value, stderr=None, n=n, method=method, notes=(note,))
     spread = factor * statistics.stdev(sums) * math.sqrt(len(sums))
-    return Estimate(
-        value=value, stderr=spread / (2 * value), n=len(g), method=method, over="sequences", dof=len(sums) - 1
-    )
+    return Estimate(value=value, stderr=spread / (2 * value), n=n, method=method, over="sequences", dof=len(sums) - 1)
 
 
 def _enter_maps(book: Book, view: SiteView) -> None:

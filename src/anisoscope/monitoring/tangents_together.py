@@ -6,6 +6,7 @@ and ``TangentAnalysis`` takes them one by one as ever: so errors and their words
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,20 +17,21 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError
 from anisoscope.estimate import Estimate
+from anisoscope.measures.later import eigh_later, fetched
 from anisoscope.monitoring.views import Name, SiteView
+from anisoscope.rows import power_of_two_scale
 from anisoscope.tangent.crossed import CrossedTest
 from anisoscope.tangent.energy import enrichment_of
 from anisoscope.tangent.proxies import Proxy
 from anisoscope.tangent.seminmf import _notes as fit_notes
 from anisoscope.tangent.stacked import (
     Layout,
-    fetched,
     isoscore_shares,
     mean_angles,
     seen_by_half,
     tests_of_sites,
 )
-from anisoscope.tangent.stacked_fits import MAX_ITER, Centred, Fits, eigh_later, pca_fits, seminmf_fits
+from anisoscope.tangent.stacked_fits import MAX_ITER, Centred, Fits, pca_fits, seminmf_fits
 from anisoscope.tangent.stacked_types import (
     Types,
     correlation_estimates,
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from anisoscope.monitoring.tangents import Result, TangentAnalysis, _Here
 
 STACKED = ("seminmf", "pca")
-ORDINARY = (1e-6, 1e6)  # sizes that ``rows.power_of_two_scale`` leaves alone
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,16 @@ def stacked_results(
 ) -> dict[str, Mapping[Name, Result]]:
     """Results of the sites that are ordinary, by site; trackers are moved on for these alone."""
     views = _warm(asked, views)
-    views = [view for view, good in zip(views, _of_ordinary_size(views), strict=True) if good]
-    if not views:
+    sizes = [(view, scale) for view, scale in zip(views, _scales(views), strict=True) if scale is not None]
+    if not sizes:
         return {}
+    views = [view for view, _ in sizes]
     from anisoscope.monitoring.tangents import _Here
 
     x, g = (torch.stack([getattr(view, name) for view in views]) for name in ("x", "g"))
+    for site, (_, scale) in enumerate(sizes):
+        if scale != 1:
+            g[site] *= scale  # shares do not see the factor
     device, rank, (sites, _, width) = x.device, asked.rank, x.shape
     layout, types = ready.layout, ready.types
     centred = Centred.of(x, layout.halves.rows)
@@ -167,7 +172,8 @@ def _warm(asked: TangentAnalysis, views: Sequence[SiteView]) -> list[SiteView]:
     return found
 
 
-def _of_ordinary_size(views: Sequence[SiteView]) -> list[bool]:
+def _scales(views: Sequence[SiteView]) -> list[float | None]:
+    """What brings the gradients of each view into range, as ``units.in_range``; None where it is not ordinary."""
     if not views:
         return []
     sizes = []
@@ -175,8 +181,11 @@ def _of_ordinary_size(views: Sequence[SiteView]) -> list[bool]:
         for rows in (view.x, view.g):
             assert rows is not None
             sizes += list(rows.aminmax())
-    numbers = torch.stack(sizes).double().cpu().view(len(views), 2, 2).abs().amax(dim=2).numpy()
-    return [bool(((one > ORDINARY[0]) & (one < ORDINARY[1])).all()) for one in numbers]
+    numbers = torch.stack(sizes).double().cpu().view(len(views), 2, 2).abs().amax(dim=2).tolist()
+    return [
+        power_of_two_scale(g) if math.isfinite(x) and power_of_two_scale(x) == 1 and 0 < g < math.inf else None
+        for x, g in numbers
+    ]
 
 
 def _fitted(asked: TangentAnalysis, views: Sequence[SiteView], centred: Centred) -> dict[str, Fits]:

@@ -34,16 +34,6 @@ def held_draws(width: int, rank: int, draws: int, seed: int, device: str) -> Flo
     return gaussian_draws(width, rank, draws, seed=seed, device=device)
 
 
-def fetched(found: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """All of these on the host, as float64, in one transfer."""
-    flat = torch.cat([one.double().reshape(-1) for one in found.values()]).cpu().numpy()
-    out, at = {}, 0
-    for name, one in found.items():
-        out[name] = flat[at : at + one.numel()].reshape(tuple(one.shape))
-        at += one.numel()
-    return out
-
-
 @dataclass(frozen=True)
 class Layout:
     """How the rows of a probe fall into halves, sequences and groups: the same for all sites and most looks."""

@@ -7,8 +7,6 @@ this order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -22,40 +20,6 @@ MAX_ITER, TOLERANCE, SWEEPS = 200, 1e-4, 4  # as ``fit_seminmf`` has them
 CHECK_EVERY = 8  # iterations between two questions to the device whether all fits have settled
 SPLIT_COLUMNS = 1024  # codes multiplied at a time: long thin products leave most of a GPU idle
 EPS = torch.finfo(torch.float64).eps
-
-_POOL = ThreadPoolExecutor(4, thread_name_prefix="anisoscope-eigh")
-
-
-def eigh_later(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Begin an eigendecomposition, ascending, beside whatever comes next; the function returned waits for it.
-
-    On a GPU one is a thousand small steps that leave it idle, so that they hide behind other work on other streams.
-    """
-    if matrices.device.type != "cuda":
-        found = torch.linalg.eigh(matrices)
-        return lambda: (found[0], found[1])
-    device = matrices.device
-    ready = torch.cuda.current_stream(device).record_event()
-
-    def work() -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)) as _:
-            stream = torch.cuda.current_stream(device)
-            stream.wait_event(ready)
-            matrices.record_stream(stream)
-            values, vectors = torch.linalg.eigh(matrices)
-            return values, vectors, stream.record_event()
-
-    task = _POOL.submit(work)
-
-    def result() -> tuple[Tensor, Tensor]:
-        values, vectors, done = task.result()
-        here = torch.cuda.current_stream(device)
-        here.wait_event(done)
-        values.record_stream(here)
-        vectors.record_stream(here)
-        return values, vectors
-
-    return result
 
 
 @dataclass(frozen=True)

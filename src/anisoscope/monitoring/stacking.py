@@ -1,0 +1,116 @@
+"""Measures of all sites of a look begun together, where their rows have one shape; see ``measures.stacked``.
+
+Sites that are not ordinary are missing from what comes out, and are then measured one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from anisoscope.estimate import Estimate
+from anisoscope.measures.base import with_notes
+from anisoscope.measures.stacked import STACKED, Finish, begin
+from anisoscope.monitoring.views import SiteView
+
+GRADIENT = "gradient_"
+
+Found: TypeAlias = dict[str, Mapping[str, Estimate]]
+Norm: TypeAlias = Callable[[Tensor, Tensor, int], Estimate]
+
+
+def gradient_names(measures: Sequence[str]) -> tuple[str, ...]:
+    """What is told of a gradient: its norm, and these measures of it."""
+    return (f"{GRADIENT}norm", *(f"{GRADIENT}{name}" for name in measures))
+
+
+def still_note(still: int, n: int) -> tuple[str, ...]:
+    """Said where rows of zeros were left out."""
+    return (f"{still:,} of {n:,} rows of the gradient are zero and were left out",) if still else ()
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Measures under way. Without anything begun, nothing comes out."""
+
+    states: Callable[[], Found] = field(default=dict)
+    gradients: Callable[[], Found] = field(default=dict)
+
+    @classmethod
+    def begin(
+        cls, views: Sequence[SiteView], measures: Sequence[str], gradient_measures: Sequence[str], norm: Norm
+    ) -> Stacked:
+        """Begin what these views have in common; ``norm`` makes the norm of squared lengths of rows."""
+        first = views[0].x
+        alike = all((v.x.shape, v.x.dtype, v.x.device) == (first.shape, first.dtype, first.device) for v in views)
+        if not alike:
+            return cls()
+        names = [name for name in measures if name in STACKED]
+        states = begin([view.x for view in views], names) if names else (lambda: [])
+        gradients = _begin_gradients(views, gradient_measures, norm)
+        return cls(lambda: _by_site(views, states), gradients)
+
+    def finish(self) -> tuple[Found, Found]:
+        """Results by site: of states by measure, of gradients by the names of their records."""
+        return self.states(), self.gradients()
+
+
+def _by_site(views: Sequence[SiteView], finish: Finish) -> Found:
+    return {
+        view.site: {name: _with_reason(one) for name, one in found.items()}
+        for view, found in zip(views, finish(), strict=False)
+        if found is not None
+    }
+
+
+def _with_reason(found: Estimate) -> Estimate:
+    """As ``base.compute``: where there is no error bar some note says why."""
+    if found.stderr is None and not any("no error bar" in note for note in found.notes):
+        return with_notes(found, ("no error bar: too few independent blocks of rows to tell their spread",))
+    return found
+
+
+def _begin_gradients(views: Sequence[SiteView], measures: Sequence[str], norm: Norm) -> Callable[[], Found]:
+    whole = [view for view in views if view.g is not None and view.g.dtype == torch.float32 and len(view.g)]
+    if not whole or not set(measures) <= set(STACKED):
+        return dict
+    rows = [view.g for view in whole if view.g is not None]
+    squares = torch.stack([one.double().square().sum(dim=1) for one in rows]).cpu()
+    moving = squares > 0
+    good = [
+        bool(torch.isfinite(one).all()) and bool(move.any()) and torch.equal(move, moving[0])
+        for one, move in zip(squares, moving, strict=True)
+    ]
+    if not any(good):
+        return dict
+    left = int((~moving[0]).sum())
+    at = moving[0].nonzero().reshape(-1).to(rows[0].device)
+    scaled = []
+    for site, one in enumerate(rows):
+        if good[site]:  # by a power of two, which none of these measures sees
+            scale = math.ldexp(1.0, -math.frexp(math.sqrt(float(squares[site].max())))[1])
+            scaled.append((one.index_select(0, at) if left else one) * scale)
+    finish = begin(scaled, list(measures))
+
+    def finished() -> Found:
+        found: Found = {}
+        number = whole[0].sequences.cpu().unique(return_inverse=True)[1]
+        each = iter(finish())
+        for site, view in enumerate(whole):
+            result = next(each) if good[site] else None
+            if result is None or not torch.equal(view.sequences, whole[0].sequences):
+                continue
+            own = {f"{GRADIENT}norm": norm(squares[site], number, view.tokens)}
+            notes = still_note(left, len(squares[site]))
+            for name, one in result.items():
+                one = _with_reason(one)
+                own[GRADIENT + name] = replace(one, notes=(*one.notes, *notes))
+            found[view.site] = own
+        return found
+
+    return finished
