@@ -76,22 +76,23 @@ def main() -> None:
         sites="resid.*", analyses=analyses, vectors=given.vectors or given.tokens,
         autocast=torch.bfloat16 if device.type == "cuda" else None, strict=True,
     )  # fmt: skip
-    if given.parts:
-        _time_parts(device)
     seconds = []
     for step in range(given.looks):
         monitor.step(step)
         seconds.append(monitor.last.info["seconds"])
-        if given.parts and step == 0:
-            PARTS.clear()
+    if given.parts:  # timers wait for the device, which slows a look down: these looks are not among the seconds
+        _time_parts(device)
+        for step in range(given.looks, 2 * given.looks):
+            monitor.step(step)
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     print(f"{where}: {given.tokens:,} tokens, {given.layers + 1} sites, D={given.width}")
     later = seconds[1:]
+    print("looks:", " ".join(f"{one:.3f}" for one in seconds))
     print(f"first look {seconds[0]:.3f} s, then median {statistics.median(later):.3f} s, least {min(later):.3f} s")
     for name, spent in PARTS.most_common():
-        print(f"  {spent / (given.looks - 1):8.4f} s  {name}")
+        print(f"  {spent / given.looks:8.4f} s  {name}")
     if given.trace:
-        _trace(monitor, given.looks, given.trace, device)
+        _trace(monitor, 2 * given.looks, given.trace, device)
 
 
 PARTS: Counter[str] = Counter()
@@ -108,7 +109,7 @@ def _time_parts(device: torch.device) -> None:
             began = time.perf_counter()
             try:
                 found = plain(*args, **kwargs)
-                if label.startswith("tangent: ") and not isinstance(found, dict):
+                if label.startswith("tangent: ") and not isinstance(found, dict | tuple):
                     found = list(found)
                 return found
             finally:
@@ -137,6 +138,13 @@ def _time_parts(device: torch.device) -> None:
             PARTS[f"  of them: {measure.name}"] += time.perf_counter() - began
 
     table.compute = computed
+    from anisoscope.monitoring import stacking, tangents_together
+
+    timed(stacking.Stacked, "finish", "stacked: measures, waited for")
+    timed(tangents.TangentAnalysis, "together", "stacked: tangent analysis")
+    timed(stacking, "begin", "  of measures: begun")
+    for name in ("_fitted", "seminmf_fits", "seen_by_half", "type_sums", "tests_of_sites", "fetched", "_told_energy"):
+        timed(tangents_together, name, f"  of stacked: {name}")
     for name in ("_fitted", "_facts", "_activation", "_anisotropy", "_reader", "_by_type"):
         timed(tangents.TangentAnalysis, name, f"tangent: {name}")
     timed(tangents, "crossed_tests", "  of it: crossed_tests")

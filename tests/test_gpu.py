@@ -64,6 +64,79 @@ def test_linearity_and_states_agree():
     assert merged.count == 2 * len(x)
 
 
+def test_tensor_cores_find_the_same_neighbours():
+    from anisoscope.measures.neighbors_gpu import nearest_by_tiles, search
+
+    rows = torch.cat([cloud(5000), torch.randn(4000, 64, generator=torch.Generator().manual_seed(2)) * 2])
+    before = torch.get_float32_matmul_precision()
+    for setting in ("high", "highest"):
+        torch.set_float32_matmul_precision(setting)
+        with torch.autocast("cuda", torch.bfloat16):
+            there = nearest_by_tiles(rows.cuda(), 3)
+        assert torch.get_float32_matmul_precision() == setting
+    torch.set_float32_matmul_precision(before)
+    here = an.nearest_neighbors(rows, 3)
+    assert torch.allclose(here.distances, there.distances.cpu(), rtol=1e-12, atol=0)
+    for in_parts in (False, True):
+        found = search(rows.cuda(), 3, 1.0, in_parts=in_parts)
+        settled = found.settled.cpu()
+        assert float(settled.double().mean()) > 0.9
+        assert torch.allclose(here.distances[settled], found.distances.cpu()[settled], rtol=1e-12, atol=0)
+
+
+def test_the_kernel_of_sweeps_is_the_sweep():
+    from anisoscope.tangent.descent import swept
+
+    for rank, n, dtype in ((16, 1000, torch.float32), (3, 130, torch.float64), (33, 700, torch.float32)):
+        draw = torch.Generator().manual_seed(rank)
+        codes = torch.rand(2, rank, n, generator=draw, dtype=torch.float64).to(dtype)
+        concepts = torch.randn(2, rank, 48, generator=draw, dtype=torch.float64)
+        cross = (concepts @ torch.randn(2, 48, n, generator=draw, dtype=torch.float64)).to(dtype)
+        gram = concepts @ concepts.transpose(1, 2)
+        from anisoscope.tangent.sweeps import swept_all
+
+        there = swept_all(codes.cuda(), cross.cuda(), gram.cuda(), 4).cpu()
+        here = torch.stack([swept(*one, 4) for one in zip(codes, cross, gram, strict=True)])
+        assert torch.allclose(here, there, rtol=1e-4, atol=1e-5), (rank, float((here - there).abs().max()))
+
+
+def test_sites_together_on_the_device_say_what_each_says_alone():
+    from dataclasses import replace
+
+    from anisoscope.monitoring.stacking import Stacked
+    from anisoscope.monitoring.tangents import TangentAnalysis
+    from anisoscope.monitoring.views import SiteView
+    from anisoscope.text.frequency import TokenCounts
+
+    draw = torch.Generator().manual_seed(0)
+    n, sequences = 4096, torch.arange(4096) // 64
+    ids = (torch.rand(n, generator=draw) ** 4 * 300).long()
+    views = []
+    for site in range(3):
+        x = cloud(n, 64) * 0.1 + torch.randn(n, 64, generator=draw)
+        g = 1e-5 * (torch.randn(n, 64, generator=draw) + 0.2 * x)
+        views.append(SiteView(f"resid.{site}", 1, 0, x.cuda(), g.cuda(), ids, ids, sequences, tokens=n))
+    one, two = (TangentAnalysis(counts=TokenCounts.of(ids, 300), rank=6, referee="never") for _ in range(2))
+    for view in views:
+        one(view), two(view)
+    views = [replace(view, step=2, x=view.x + 0.05 * view.x.flip(0)) for view in views]
+    found = two.stacked(views)
+    assert len(found) == 3
+    for view in views:
+        plain = one(view)
+        assert list(plain) == list(found[view.site])
+        for name, result in plain.items():
+            mine = found[view.site][name]
+            loose = "angle" in str(name) or "drift" in str(name) or "sparsity" in str(name)
+            assert abs(mine.value - result.value) <= (5e-2 if loose else 2e-3) * abs(result.value) + 1e-9, name
+    names = ("spectral_ratio", "mean_cosine", "isoscore", "effective_rank", "two_nn")
+    states, _ = Stacked.begin(views, names, (), None).finish()
+    for view in views:
+        plain = an.measure(view.x.cpu(), names)
+        for name in names:
+            assert abs(states[view.site][name].value - plain[name].value) <= 1e-5 * abs(plain[name].value), name
+
+
 if __name__ == "__main__":
     for name, function in list(globals().items()):
         if name.startswith("test_"):
