@@ -53,7 +53,7 @@ def main() -> None:
     """Print the seconds of looks, first and later ones, and with ``--parts`` where they go."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--vectors", type=int, default=None)
+    parser.add_argument("--vectors", type=int, nargs="*", default=None)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--looks", type=int, default=5)
@@ -70,27 +70,28 @@ def main() -> None:
     trained(model, device, given.steps)
     ids = zipf_ids(given.tokens).view(-1, LENGTH)
     counts = TokenCounts.of(zipf_ids(2_000_000, 9), VOCABULARY).update(ids)
-    analyses = {} if given.no_tangent else {"tangent": TangentAnalysis(counts=counts, referee="never")}
-    monitor = Monitor(
-        model, probe=[batch_of(part) for part in ids.split(given.batch)], schedule=every(1), loss=CausalLoss(),
-        sites="resid.*", analyses=analyses, vectors=given.vectors or given.tokens,
-        autocast=torch.bfloat16 if device.type == "cuda" else None, strict=True,
-    )  # fmt: skip
-    seconds = []
-    for step in range(given.looks):
-        monitor.step(step)
-        seconds.append(monitor.last.info["seconds"])
+    where = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    print(f"{where}: {given.tokens:,} tokens, {given.layers + 1} sites, D={given.width}")
+    for vectors in given.vectors or [given.tokens]:
+        tangent = TangentAnalysis(counts=counts, referee="never")
+        monitor = Monitor(
+            model, probe=[batch_of(part) for part in ids.split(given.batch)], schedule=every(1), loss=CausalLoss(),
+            sites="resid.*", analyses={} if given.no_tangent else {"tangent": tangent}, vectors=vectors,
+            autocast=torch.bfloat16 if device.type == "cuda" else None, strict=True,
+        )  # fmt: skip
+        seconds = []
+        for step in range(given.looks):
+            monitor.step(step)
+            seconds.append(monitor.last.info["seconds"])
+        later = seconds[1:]
+        print(f"{vectors:,} vectors, looks: {' '.join(f'{one:.3f}' for one in seconds)}")
+        print(f"first look {seconds[0]:.3f} s, then median {statistics.median(later):.3f} s, least {min(later):.3f} s")
     if given.parts:  # timers wait for the device, which slows a look down: these looks are not among the seconds
         _time_parts(device)
         for step in range(given.looks, 2 * given.looks):
             monitor.step(step)
-    where = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    print(f"{where}: {given.tokens:,} tokens, {given.layers + 1} sites, D={given.width}")
-    later = seconds[1:]
-    print("looks:", " ".join(f"{one:.3f}" for one in seconds))
-    print(f"first look {seconds[0]:.3f} s, then median {statistics.median(later):.3f} s, least {min(later):.3f} s")
-    for name, spent in PARTS.most_common():
-        print(f"  {spent / given.looks:8.4f} s  {name}")
+        for name, spent in PARTS.most_common():
+            print(f"  {spent / given.looks:8.4f} s  {name}")
     if given.trace:
         _trace(monitor, 2 * given.looks, given.trace, device)
 

@@ -103,6 +103,7 @@ def test_the_kernel_of_sweeps_is_the_sweep():
 def test_sites_together_on_the_device_say_what_each_says_alone():
     from dataclasses import replace
 
+    from anisoscope.monitoring.measuring import norm_of_squares
     from anisoscope.monitoring.stacking import Stacked
     from anisoscope.monitoring.tangents import TangentAnalysis
     from anisoscope.monitoring.views import SiteView
@@ -130,7 +131,8 @@ def test_sites_together_on_the_device_say_what_each_says_alone():
             loose = "angle" in str(name) or "drift" in str(name) or "sparsity" in str(name)
             assert abs(mine.value - result.value) <= (5e-2 if loose else 2e-3) * abs(result.value) + 1e-9, name
     names = ("spectral_ratio", "mean_cosine", "isoscore", "effective_rank", "two_nn")
-    states, _ = Stacked.begin(views, names, (), None).finish()
+    states, gradients = Stacked.begin(views, names, ("mean_cosine", "isoscore"), norm_of_squares).finish()
+    assert len(states) == len(gradients) == 3
     for view in views:
         plain = an.measure(view.x.cpu(), names)
         for name in names:

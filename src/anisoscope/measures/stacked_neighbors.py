@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anisoscope.estimate import Estimate
 from anisoscope.measures.dimension import FACCO_KEPT
-from anisoscope.measures.later import fetched
+from anisoscope.measures.later import beside, fetched, side_stream
 from anisoscope.measures.neighbors_gpu import search, settle
 from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES, Bar, fields
 
@@ -22,7 +22,21 @@ MIN_ROWS = 64  # of a subsample, as ``two_nn`` asks for
 
 def begin_two_nn(rows: Sequence[Float[Tensor, "n d"]]) -> Callable[[], list[Estimate | None]]:
     """Begin the searches of rows of ordinary size; the function returned gives each estimate, or None where the plain
-    measure should be asked."""
+    measure should be asked. All of it runs beside what comes next on the current stream."""
+    stream = side_stream(rows[0].device)
+    with beside(stream):
+        kept, table = _searched(rows)
+
+    def finish() -> list[Estimate | None]:
+        with beside(stream):
+            numbers = fetched(table) if table else {}
+            return [_estimate(site, points, len(rows[site]), numbers) for site, points in enumerate(kept)]
+
+    return finish
+
+
+def _searched(rows: Sequence[Float[Tensor, "n d"]]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Rows without copies, and what is to be fetched of each site, by its number."""
     flags = [_copies(one) for one in rows]
     copies = torch.stack([flag for flag, _ in flags]).cpu().numpy()
     same = torch.stack([clash for _, clash in flags]).cpu().tolist()
@@ -38,20 +52,16 @@ def begin_two_nn(rows: Sequence[Float[Tensor, "n d"]]) -> Callable[[], list[Esti
         table |= {f"{site} {name}": value for name, value in _fitted(points, found.distances).items()}
         table[f"{site} unsettled"] = (~found.settled).sum()[None]
         table[f"{site} bars"] = _subsamples(points)
+    return kept, table
 
-    def finish() -> list[Estimate | None]:
-        numbers = fetched(table) if table else {}
-        out: list[Estimate | None] = []
-        for site, points in enumerate(kept):
-            here = {name.split(" ", 1)[1]: value for name, value in numbers.items() if name.startswith(f"{site} ")}
-            if here and int(here["unsettled"][0]) and np.isfinite(here["sums"]).all():
-                # Few rows, as a rule: they are searched again in float64.
-                certain = settle(points, 2, 1.0, search(points, 2, 1.0))
-                here |= fetched(_fitted(points, certain.distances))
-            out.append(_told(here, len(points), len(rows[site]) - len(points)) if here else None)
-        return out
 
-    return finish
+def _estimate(site: int, points: Tensor, n: int, numbers: Mapping[str, np.ndarray]) -> Estimate | None:
+    here = {name.split(" ", 1)[1]: value for name, value in numbers.items() if name.startswith(f"{site} ")}
+    if here and int(here["unsettled"][0]) and np.isfinite(here["sums"]).all():
+        # Few rows, as a rule: they are searched again in float64.
+        certain = settle(points, 2, 1.0, search(points, 2, 1.0))
+        here |= fetched(_fitted(points, certain.distances))
+    return _told(here, len(points), n - len(points)) if here else None
 
 
 def _copies(rows: Float[Tensor, "n d"]) -> tuple[Bool[Tensor, "n"], Bool[Tensor, ""]]:

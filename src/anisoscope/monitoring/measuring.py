@@ -18,6 +18,7 @@ from torch import Tensor
 from anisoscope.errors import NonFiniteError, OptionError, SiteError, TooFewRowsError
 from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Workspace, compute, lookup
+from anisoscope.measures.later import one_thread_each
 from anisoscope.measures.neighbors_gpu import full_precision
 from anisoscope.measures.table import measure
 from anisoscope.monitoring.stacking import GRADIENT, Stacked, gradient_names, still_note
@@ -100,7 +101,8 @@ def enter_look(book: Book, look: Look, what: What) -> None:
             book.fail(site, name, why)
     if look.views:
         # The model may run in bfloat16 or TF32; what is measured of it must not.
-        with full_precision(look.views[0].x.device):
+        device = look.views[0].x.device
+        with full_precision(device), one_thread_each(device):
             _enter_views(book, look.views, what)
 
 

@@ -103,7 +103,7 @@ def seminmf_fits(centred: Centred, start: Float[Tensor, "f k d"]) -> Fits:
     ordinary = centred.spread() & (centred.total > 0)
     concepts, codes, iterations, settled, sound = _descend(a, concepts, centred.total)
     small = concepts.to(a.dtype)
-    lost = torch.stack([(part - code.T @ one).double().square().sum() for part, code, one in zip(a, codes, small)])
+    lost = torch.baddbmm(a, codes.transpose(1, 2), small, alpha=-1).square_().sum(dim=(1, 2), dtype=torch.float64)
     second = second_moments(codes).diagonal(dim1=1, dim2=2)
     length = torch.linalg.vector_norm(concepts, dim=2)
     order = (second * length.square()).argsort(dim=1, descending=True, stable=True)
@@ -140,8 +140,7 @@ def _descend(
         own = fresh @ fresh.transpose(1, 2)
         error = (size - 2 * (pull * fresh).sum(dim=(1, 2)) + (second * own).sum(dim=(1, 2))).clamp_min(0) / size
         here = active[:, None, None]
-        codes, concepts, gram = torch.where(here, new, codes), torch.where(here, fresh, concepts), own
-        gram = concepts @ concepts.transpose(1, 2)
+        codes, concepts, gram = (torch.where(here, *two) for two in ((new, codes), (fresh, concepts), (own, gram)))
         sound = sound & (good | ~active)
         iterations = iterations + active
         going = before - error > TOLERANCE * before
