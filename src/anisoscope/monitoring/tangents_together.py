@@ -7,7 +7,7 @@ and ``TangentAnalysis`` takes them one by one as ever: so errors and their words
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -113,7 +113,10 @@ def stacked_results(
     device, rank, (sites, _, width) = x.device, asked.rank, x.shape
     layout, types = ready.layout, ready.types
     centred = Centred.of(x, layout.halves.rows)
-    fits = _fitted(asked, views, centred)
+    later = _begin_pca(asked, centred)
+    fits = _seminmf(asked, views, centred)
+    sums = type_sums(x, types) if isinstance(types, Types) and types.ordinary else None
+    fits |= later()
     # By site, kind, half.
     bases = torch.stack([fits[kind].basis.view(sites, 2, width, rank) for kind in asked.proxies], dim=1)
     table: dict[str, Tensor] = {}
@@ -121,7 +124,6 @@ def stacked_results(
         seed = 2 * asked.seed + 1 - half
         seen = seen_by_half(g, layout, half, bases[:, :, 1 - half], asked.draws, seed)
         table |= {f"{half} {name}": value for name, value in vars(seen).items()}
-    sums = type_sums(x, types) if isinstance(types, Types) and types.ordinary else None
     if sums is not None:
         table |= {"sums": sums.sums, "drawn": sums.drawn}
     before = _bases_before(asked, views, device)
@@ -188,22 +190,24 @@ def _scales(views: Sequence[SiteView]) -> list[float | None]:
     ]
 
 
-def _fitted(asked: TangentAnalysis, views: Sequence[SiteView], centred: Centred) -> dict[str, Fits]:
-    later = [eigh_later(centred.scatter[half::2]) for half in (0, 1)] if "pca" in asked.proxies else []
-    found: dict[str, Fits] = {}
-    if "seminmf" in asked.proxies:
-        states = [
-            proxy.state.to(centred.mean)
-            for view in views
-            for half in (0, 1)
-            if (proxy := asked._trackers[view.site, "seminmf", half].proxy) is not None
-        ]
-        found["seminmf"] = seminmf_fits(centred, torch.stack(states))
-    if later:
-        parts = [wait() for wait in later]
-        values, vectors = (torch.stack([one[at] for one in parts], dim=1).flatten(0, 1) for at in (0, 1))
-        found["pca"] = pca_fits(centred, asked.rank, (values, vectors))
-    return found
+def _begin_pca(asked: TangentAnalysis, centred: Centred) -> Callable[[], dict[str, Fits]]:
+    """Begin the decompositions, the dearest step there is to wait for."""
+    if "pca" not in asked.proxies:
+        return dict
+    later = eigh_later(centred.scatter)
+    return lambda: {"pca": pca_fits(centred, asked.rank, later())}
+
+
+def _seminmf(asked: TangentAnalysis, views: Sequence[SiteView], centred: Centred) -> dict[str, Fits]:
+    if "seminmf" not in asked.proxies:
+        return {}
+    states = [
+        proxy.state.to(centred.mean)
+        for view in views
+        for half in (0, 1)
+        if (proxy := asked._trackers[view.site, "seminmf", half].proxy) is not None
+    ]
+    return {"seminmf": seminmf_fits(centred, torch.stack(states))}
 
 
 def _bases_before(asked: TangentAnalysis, views: Sequence[SiteView], device: torch.device) -> Tensor:
