@@ -1,6 +1,6 @@
 """What one look of the monitor costs: all sites, default measures, two proxies, 199 controls; on a GPU if there is one.
 
-python benchmarks/probe.py [--tokens 16384] [--width 384] [--layers 8] [--parts] [--trace FILE]
+python benchmarks/probe.py [--tokens 16384] [--vectors 4096 16384] [--width 384] [--layers 8] [--parts] [--trace FILE]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter
 import torch
 
 from anisoscope.capture.losses import CausalLoss
+from anisoscope.measures import later
 from anisoscope.models.build import ModelSpec, build_model
 from anisoscope.monitor import Monitor
 from anisoscope.monitoring import measuring
@@ -60,9 +61,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--no-tangent", action="store_true")
+    parser.add_argument("--eigh", choices=("host", "device"), default=None, help="where matrices are decomposed")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--trace", default=None)
     given = parser.parse_args()
+    if given.eigh is not None:
+        later.ENOUGH_CORES = 1 if given.eigh == "host" else 1 << 30
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     spec = ModelSpec(architecture="gpt2", layers=given.layers, width=given.width, heads=given.width // 64,
                      vocab_size=VOCABULARY, context=LENGTH, causal=True)  # fmt: skip
@@ -83,9 +87,9 @@ def main() -> None:
         for step in range(given.looks):
             monitor.step(step)
             seconds.append(monitor.last.info["seconds"])
-        later = seconds[1:]
+        rest = seconds[1:]
         print(f"{vectors:,} vectors, looks: {' '.join(f'{one:.3f}' for one in seconds)}")
-        print(f"first look {seconds[0]:.3f} s, then median {statistics.median(later):.3f} s, least {min(later):.3f} s")
+        print(f"first look {seconds[0]:.3f} s, then median {statistics.median(rest):.3f} s, least {min(rest):.3f} s")
     if given.parts:  # timers wait for the device, which slows a look down: these looks are not among the seconds
         _time_parts(device)
         for step in range(given.looks, 2 * given.looks):
