@@ -33,7 +33,7 @@ class Mutant:
     only: str = ""
 
 
-A, D, N = "measures/anisotropy.py", "measures/dimension.py", "measures/neighbors.py"
+A, D, N = "measures/anisotropy.py", "measures/dimension.py", "measures/search.py"
 U, C, P, B = "measures/uncertainty.py", "measures/curvature.py", "measures/paths.py", "measures/base.py"
 ENERGY, CROSSED, TANGENTS = "tests/test_energy.py", "tests/test_crossed.py", "tests/test_tangents.py"
 PROFILE, SWEEP, STORE = "tests/test_profile.py", "tests/test_sweep.py", "tests/test_store.py"

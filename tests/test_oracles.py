@@ -17,8 +17,9 @@ import torch
 import anisoscope as an
 from anisoscope.errors import DuplicateRowsError, OptionError, UnknownNameError
 from anisoscope.measures import base
-from anisoscope.measures.neighbors import distances_within, nearest_neighbors
+from anisoscope.measures.neighbors import nearest_neighbors
 from anisoscope.measures.plan import Plan, choose_plan
+from anisoscope.measures.search import distances_within
 from anisoscope.measures.spectrum import spectrum
 from anisoscope.measures.table import measure_names
 from anisoscope.measures.uncertainty import ErrorRows

@@ -26,7 +26,8 @@ from anisoscope.errors import (
     unknown_name,
 )
 from anisoscope.estimate import Estimate
-from anisoscope.measures.neighbors import Neighbors, nearest_neighbors
+from anisoscope.measures.neighbors import nearest_neighbors
+from anisoscope.measures.search import Neighbors
 from anisoscope.measures.uncertainty import ErrorRows, spread_runs
 from anisoscope.rows import Rows, as_rows, largest_size, power_of_two_scale
 from anisoscope.stats.directions import Directions

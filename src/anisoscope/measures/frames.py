@@ -13,7 +13,7 @@ from torch import Tensor
 from anisoscope.axes import MaskLike, RowsLike
 from anisoscope.errors import DegenerateError, OptionError, TooFewRowsError
 from anisoscope.measures.base import Duplicates, Needs, Workspace
-from anisoscope.measures.neighbors import neighbors_of
+from anisoscope.measures.search import neighbors_of
 from anisoscope.rows import as_rows
 
 BATCH_NUMBERS = (1 << 23, 1 << 20)  # numbers gathered at a time; on the CPU so few that they stay in cache

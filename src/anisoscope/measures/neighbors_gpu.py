@@ -1,6 +1,6 @@
 """Nearest neighbours where all pairs are cheap and asking the device is dear: a GPU, on which one plain product wins.
 
-The promise is that of ``measures.neighbors``: float32 products give lower bounds on squared distances, with a proven
+The promise is that of ``measures.search``: float32 products give lower bounds on squared distances, with a proven
 allowance for rounding; a few candidates of each row are measured by differences in float64; a row is settled where the
 bound of its last candidate reaches its k-th distance. Rows that are not settled (many neighbours within the allowance)
 meet float64 products, whose allowance is a billionth of that, and whatever is left then goes to ``neighbors_of``.
@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anisoscope.measures.neighbors import SPARE, Neighbors, neighbors_of
 from anisoscope.measures.plan import scale_of
+from anisoscope.measures.search import SPARE, Neighbors, neighbors_of
 
 TILE_CELLS = 1 << 26  # bounds held at a time: a quarter of a gigabyte in float32
 GROUP = 128  # columns whose least bound stands for them in the first look

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError
-from anisoscope.measures.neighbors import distances_within
+from anisoscope.measures.search import distances_within
 from anisoscope.stats.stretches import STRETCH_ROWS, Stretches
 
 ERROR_BLOCKS = 64  # blocks for smooth functionals; Student's t with 63 degrees of freedom is nearly normal
