@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError, OptionError, SiteError, choose
 from anisoscope.estimate import Estimate
+from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, SPLIT, Here, Result, labels_of, plain
 from anisoscope.monitoring.tangents_together import STACKED, Prepared, alike, prepared, stacked_results
 from anisoscope.monitoring.views import MapView, Name, SiteView
 from anisoscope.runs.records import Curve
@@ -38,28 +38,6 @@ GRADIENTS = ("activation", "reader", "writer", "update", "embedding")
 REFEREE = ("last", "always", "never")
 BOOTSTRAPS = 199
 PERMUTATIONS = 99
-OVERLAP = "share of the span inside that of PCA"
-SPLIT = "mean principal angle between the fits of two halves"
-DRIFT = "mean principal angle to the last look's fit, degrees"
-
-Result: TypeAlias = Estimate | Curve | AnisoscopeError
-
-
-@dataclass(frozen=True)
-class _Here:
-    """One site in one look, made ready: halves of the sequences, and a fitted pair of bases for each proxy."""
-
-    view: SiteView
-    g: Tensor
-    halves: Halves
-    pairs: Mapping[str, tuple[Proxy, Proxy]]
-    before: Mapping[str, tuple[Proxy, Proxy]]
-    last: bool
-    """Whether the dear checks are due."""
-
-    @property
-    def bases(self) -> dict[str, tuple[Tensor, Tensor]]:
-        return {name: (one.basis, two.basis) for name, (one, two) in self.pairs.items()}
 
 
 @dataclass
@@ -128,13 +106,13 @@ class TangentAnalysis:
         halves = Halves.of(view.sequences, self.seed, view.x.device)
         before = self._known(view.site)
         pairs = {kind: self._fitted(view, halves, kind) for kind in self.proxies}
-        here = _Here(view, view.g, halves, pairs, before, self._due(view))
+        here = Here(view, view.g, halves, pairs, before, self._due(view))
         found: dict[Name, Result] = {}
         for part in (self._facts, self._activation, self._reader, self._matrices, self._by_type, self._refereed):
             found |= self._attempted(part, here)
         return found
 
-    def _attempted(self, part: Callable[[_Here], Iterator[tuple[Name, Result]]], here: _Here) -> dict[Name, Result]:
+    def _attempted(self, part: Callable[[Here], Iterator[tuple[Name, Result]]], here: Here) -> dict[Name, Result]:
         found: dict[Name, Result] = {}
         try:
             found.update(part(here))
@@ -220,34 +198,34 @@ class TangentAnalysis:
             key = (view.site, kind, half)
             self._trackers[key] = replace(self._trackers[key], proxy=proxy, step=view.step)
 
-    def _note(self, here: _Here) -> str:
+    def _note(self, here: Here) -> str:
         width = here.g.shape[1]
         return f"K={self.rank}, D={width}, chance {self.rank / width:.3g}, B={self.draws}"
 
-    def _facts(self, here: _Here) -> Iterator[tuple[Name, Result]]:
+    def _facts(self, here: Here) -> Iterator[tuple[Name, Result]]:
         """Of the fits themselves: what they explain, how they turn from look to look, how far the halves differ."""
         leading = here.pairs.get("pca")
         for kind, pair in here.pairs.items():
             for fact in ("explained", "sparsity"):
                 if all(fact in proxy.facts for proxy in pair):
-                    yield f"{kind}.{fact}", _plain([proxy.facts[fact] for proxy in pair], here, f"{fact} of the fit")
+                    yield f"{kind}.{fact}", plain([proxy.facts[fact] for proxy in pair], here, f"{fact} of the fit")
             if leading is not None and kind != "pca":
                 held = [overlap(one.basis, two.basis) for one, two in zip(pair, leading, strict=True)]
-                yield f"{kind}.pca_overlap", _plain(held, here, OVERLAP)
+                yield f"{kind}.pca_overlap", plain(held, here, OVERLAP)
             apart = float(principal_angles(pair[0].basis, pair[1].basis).mean())
-            yield f"{kind}.split_angle", _plain([apart], here, SPLIT)
+            yield f"{kind}.split_angle", plain([apart], here, SPLIT)
             if kind in here.before:
                 turned = [
                     float(principal_angles(a.basis, b.basis).mean())
                     for a, b in zip(here.before[kind], pair, strict=True)
                 ]
-                yield f"{kind}.drift", _plain(turned, here, DRIFT)
+                yield f"{kind}.drift", plain(turned, here, DRIFT)
 
-    def _activation(self, here: _Here) -> Iterator[tuple[Name, Result]]:
+    def _activation(self, here: Here) -> Iterator[tuple[Name, Result]]:
         """Energy shares and ratios, of all tokens and by frequency."""
         bins, labels = None, list[str]()
         if self._bins is not None:
-            bins, labels = self._bins.bin_of(here.view.ids), _labels(self._bins)
+            bins, labels = self._bins.bin_of(here.view.ids), labels_of(self._bins)
         found = crossed_tests(
             here.g, here.halves, here.bases, bins=bins, labels=labels, draws=self.draws, seed=self.seed
         )
@@ -265,7 +243,7 @@ class TangentAnalysis:
             yield from self._anisotropy(here, kind)
 
     def _told_tests(
-        self, here: _Here, kind: str, tests: Mapping[str, CrossedTest | str]
+        self, here: Here, kind: str, tests: Mapping[str, CrossedTest | str]
     ) -> Iterator[tuple[Name, Result]]:
         """Share, control and ratio of all tokens and of each group, and the p-value of all tokens."""
         name, note = f"{kind}.activation", self._note(here)
@@ -282,7 +260,7 @@ class TangentAnalysis:
         method = "(1 + #random bases with as much) / (B + 1)"
         yield f"{name}.p", Estimate(value=whole.p, stderr=None, n=whole.share.n, method=method, notes=(note,))
 
-    def _anisotropy(self, here: _Here, kind: str) -> Iterator[tuple[Name, Result]]:
+    def _anisotropy(self, here: Here, kind: str) -> Iterator[tuple[Name, Result]]:
         each = []
         for half in (0, 1):
             basis = here.bases[kind][1 - half]
@@ -293,7 +271,7 @@ class TangentAnalysis:
         if one is not None and two is not None:
             yield f"{kind}.activation.spectral_share", mean_of_halves(one, two)
 
-    def _reader(self, here: _Here) -> Iterator[tuple[Name, Result]]:
+    def _reader(self, here: Here) -> Iterator[tuple[Name, Result]]:
         """The reader gradient of all maps that read the site, beside what permuted signals would show."""
         signals = [one.signal for one in here.view.readers if one.signal is not None]
         if "reader" not in self.gradients or not signals:
@@ -328,7 +306,7 @@ class TangentAnalysis:
         seed = 2 * self.seed + half
         return permuted_signal_null(x, s, basis, permutations=self.permutations, seed=seed, groups=groups)
 
-    def _matrices(self, here: _Here) -> Iterator[tuple[Name, Result]]:
+    def _matrices(self, here: Here) -> Iterator[tuple[Name, Result]]:
         """Shares of whole matrices: writers, the optimiser's change, embedding rows."""
         view = here.view
         rows: dict[str, Tensor] = {}
@@ -344,13 +322,13 @@ class TangentAnalysis:
                 value = (each[0].value + each[1].value) / 2
                 yield f"{kind}.{name}.share", replace(each[0], value=value, notes=notes)
 
-    def _by_type(self, here: _Here) -> Iterator[tuple[Name, Result]]:
+    def _by_type(self, here: Here) -> Iterator[tuple[Name, Result]]:
         """Distances to centroids by frequency, and their correlation with it."""
         if self._bins is None or self.counts is None:
             return
         x, ids = here.view.x, here.view.ids
         for number, (own, overall) in enumerate(distances_by_frequency(x, ids, self._bins)):
-            where = _labels(self._bins)[number]
+            where = labels_of(self._bins)[number]
             if own is not None:
                 yield ("own_distance", where), own
             if overall is not None:
@@ -361,7 +339,7 @@ class TangentAnalysis:
             if value is not None:
                 yield f"frequency.{name.replace('overall', 'global')}", value
 
-    def _refereed(self, here: _Here) -> Iterator[tuple[Name, Result]]:
+    def _refereed(self, here: Here) -> Iterator[tuple[Name, Result]]:
         """The dear checks, where they are due."""
         if not here.last:
             return
@@ -372,7 +350,7 @@ class TangentAnalysis:
             if self.ranks:
                 yield f"{kind} ratio against rank", self._over_ranks(here, kind)
 
-    def _over_ranks(self, here: _Here, kind: str) -> Curve:
+    def _over_ranks(self, here: Here, kind: str) -> Curve:
         ranks = tuple(sorted(set(self.ranks)))
         found = cross_fit(
             here.view.x,
@@ -393,23 +371,5 @@ class TangentAnalysis:
         )  # fmt: skip
 
 
-def _plain(values: Sequence[float], here: _Here, method: str) -> Estimate:
-    notes = (
-        ("no error bar: mean of the fits of two halves",) if len(values) > 1 else ("no error bar: one pair of fits",)
-    )
-    return Estimate(value=sum(values) / len(values), stderr=None, n=len(here.g), method=method, notes=notes)
-
-
 def _only(maps: Sequence[MapView]) -> Tensor:
     return maps[0].rows
-
-
-def _labels(bins: FrequencyBins) -> list[str]:
-    """``frequency 1 of 5 (rarest): counts 1 to 12``, and so on."""
-    lows = bins.lowest.tolist()
-    highs = [*(low - 1 for low in lows[1:]), bins.highest]
-    extremes = {0: " (rarest)", len(bins) - 1: " (most frequent)"} if len(bins) > 1 else {}
-    return [
-        f"frequency {at + 1} of {len(bins)}{extremes.get(at, '')}: counts {low:,} to {high:,}"
-        for at, (low, high) in enumerate(zip(lows, highs, strict=True))
-    ]

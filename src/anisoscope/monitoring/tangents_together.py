@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from anisoscope.errors import AnisoscopeError
 from anisoscope.estimate import Estimate
 from anisoscope.measures.later import eigh_later, fetched
+from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, SPLIT, Asked, Here, Result, labels_of, plain
 from anisoscope.monitoring.views import Name, SiteView
 from anisoscope.rows import power_of_two_scale
 from anisoscope.tangent.crossed import CrossedTest
@@ -39,9 +39,6 @@ from anisoscope.tangent.stacked_types import (
     type_sums,
 )
 from anisoscope.tangent.units import Halves, mean_of_halves
-
-if TYPE_CHECKING:
-    from anisoscope.monitoring.tangents import Result, TangentAnalysis, _Here
 
 STACKED = ("seminmf", "pca")
 
@@ -79,15 +76,13 @@ def alike(views: Sequence[SiteView]) -> bool:
     )
 
 
-def prepared(asked: TangentAnalysis, view: SiteView, bootstraps: int) -> Prepared:
+def prepared(asked: Asked, view: SiteView, bootstraps: int) -> Prepared:
     """Halves, groups and types of the tokens of a view."""
-    from anisoscope.monitoring.tangents import _labels
-
     device = view.x.device
     halves = Halves.of(view.sequences, asked.seed, device)
     bins, labels, types = None, list[str](), None
     if asked._bins is not None and asked.counts is not None:
-        bins, labels = asked._bins.bin_of(view.ids), _labels(asked._bins)
+        bins, labels = asked._bins.bin_of(view.ids), labels_of(asked._bins)
         try:
             types = Types.of(view.ids, asked._bins, asked.counts, bootstraps, asked.seed, device)
         except AnisoscopeError as error:  # told at each site; the other parts have something to say all the same
@@ -95,17 +90,13 @@ def prepared(asked: TangentAnalysis, view: SiteView, bootstraps: int) -> Prepare
     return Prepared(view.ids, view.sequences, Layout.of(halves, bins, labels), types)
 
 
-def stacked_results(
-    asked: TangentAnalysis, views: Sequence[SiteView], ready: Prepared
-) -> dict[str, Mapping[Name, Result]]:
+def stacked_results(asked: Asked, views: Sequence[SiteView], ready: Prepared) -> dict[str, Mapping[Name, Result]]:
     """Results of the sites that are ordinary, by site; trackers are moved on for these alone."""
     views = _warm(asked, views)
     sizes = [(view, scale) for view, scale in zip(views, _scales(views), strict=True) if scale is not None]
     if not sizes:
         return {}
     views = [view for view, _ in sizes]
-    from anisoscope.monitoring.tangents import _Here
-
     x, g = (torch.stack([getattr(view, name) for view in views]) for name in ("x", "g"))
     for site, (_, scale) in enumerate(sizes):
         if scale != 1:
@@ -141,7 +132,7 @@ def stacked_results(
             continue
         pairs = _proxies(asked, fits, found, site)
         assert view.g is not None
-        here = _Here(view, view.g, layout.halves, pairs, asked._known(view.site), False)
+        here = Here(view, view.g, layout.halves, pairs, asked._known(view.site), False)
         one: dict[Name, Result] = dict(_told_facts(asked, here, found, site))
         one |= dict(_told_energy(asked, here, tests[site], [half[site] for half in shares], found, site))
         for part in (asked._reader, asked._matrices):
@@ -158,7 +149,7 @@ def stacked_results(
     return results
 
 
-def _warm(asked: TangentAnalysis, views: Sequence[SiteView]) -> list[SiteView]:
+def _warm(asked: Asked, views: Sequence[SiteView]) -> list[SiteView]:
     """Views whose fits are to be made now and have something to start from."""
     found = []
     for view in views:
@@ -190,7 +181,7 @@ def _scales(views: Sequence[SiteView]) -> list[float | None]:
     ]
 
 
-def _begin_pca(asked: TangentAnalysis, centred: Centred) -> Callable[[], dict[str, Fits]]:
+def _begin_pca(asked: Asked, centred: Centred) -> Callable[[], dict[str, Fits]]:
     """Begin the decompositions, the dearest step there is to wait for."""
     if "pca" not in asked.proxies:
         return dict
@@ -198,7 +189,7 @@ def _begin_pca(asked: TangentAnalysis, centred: Centred) -> Callable[[], dict[st
     return lambda: {"pca": pca_fits(centred, asked.rank, later())}
 
 
-def _seminmf(asked: TangentAnalysis, views: Sequence[SiteView], centred: Centred) -> dict[str, Fits]:
+def _seminmf(asked: Asked, views: Sequence[SiteView], centred: Centred) -> dict[str, Fits]:
     if "seminmf" not in asked.proxies:
         return {}
     states = [
@@ -210,7 +201,7 @@ def _seminmf(asked: TangentAnalysis, views: Sequence[SiteView], centred: Centred
     return {"seminmf": seminmf_fits(centred, torch.stack(states))}
 
 
-def _bases_before(asked: TangentAnalysis, views: Sequence[SiteView], device: torch.device) -> Tensor:
+def _bases_before(asked: Asked, views: Sequence[SiteView], device: torch.device) -> Tensor:
     """The last look's bases, by site, kind and half."""
     found = [
         proxy.basis.to(device)
@@ -222,7 +213,7 @@ def _bases_before(asked: TangentAnalysis, views: Sequence[SiteView], device: tor
     return torch.stack(found).view(len(views), len(asked.proxies), 2, *found[0].shape)
 
 
-def _facts(asked: TangentAnalysis, fits: Mapping[str, Fits], bases: Tensor, before: Tensor) -> dict[str, Tensor]:
+def _facts(asked: Asked, fits: Mapping[str, Fits], bases: Tensor, before: Tensor) -> dict[str, Tensor]:
     sites, kinds = bases.shape[:2]
     found = {f"{kind}.{name}": value for kind, fit in fits.items() for name, value in fit.facts.items()}
     found |= {f"{kind}.ordinary": fit.ordinary for kind, fit in fits.items()}
@@ -263,7 +254,7 @@ def _is_ordinary(
 
 
 def _proxies(
-    asked: TangentAnalysis, fits: Mapping[str, Fits], found: Mapping[str, np.ndarray], site: int
+    asked: Asked, fits: Mapping[str, Fits], found: Mapping[str, np.ndarray], site: int
 ) -> dict[str, tuple[Proxy, Proxy]]:
     pairs = {}
     for kind in asked.proxies:
@@ -278,24 +269,20 @@ def _proxies(
     return pairs
 
 
-def _told_facts(
-    asked: TangentAnalysis, here: _Here, found: Mapping[str, np.ndarray], site: int
-) -> Iterator[tuple[Name, Result]]:
-    from anisoscope.monitoring.tangents import DRIFT, OVERLAP, SPLIT, _plain
-
+def _told_facts(asked: Asked, here: Here, found: Mapping[str, np.ndarray], site: int) -> Iterator[tuple[Name, Result]]:
     for at, (kind, pair) in enumerate(here.pairs.items()):
         for fact in ("explained", "sparsity"):
             if all(fact in proxy.facts for proxy in pair):
-                yield f"{kind}.{fact}", _plain([proxy.facts[fact] for proxy in pair], here, f"{fact} of the fit")
+                yield f"{kind}.{fact}", plain([proxy.facts[fact] for proxy in pair], here, f"{fact} of the fit")
         if kind != "pca" and "overlap" in found:
-            yield f"{kind}.pca_overlap", _plain(found["overlap"][site, at].tolist(), here, OVERLAP)
+            yield f"{kind}.pca_overlap", plain(found["overlap"][site, at].tolist(), here, OVERLAP)
         split, *turned = found["angles"][:, site, at].tolist()
-        yield f"{kind}.split_angle", _plain([split], here, SPLIT)
-        yield f"{kind}.drift", _plain(turned, here, DRIFT)
+        yield f"{kind}.split_angle", plain([split], here, SPLIT)
+        yield f"{kind}.drift", plain(turned, here, DRIFT)
 
 
 def _told_energy(
-    asked: TangentAnalysis, here: _Here, tests: Sequence[Mapping[str, CrossedTest | str]],
+    asked: Asked, here: Here, tests: Sequence[Mapping[str, CrossedTest | str]],
     shares: Sequence[Sequence[Estimate]], found: Mapping[str, np.ndarray], site: int,
 ) -> Iterator[tuple[Name, Result]]:  # fmt: skip
     for at, kind in enumerate(here.pairs):

@@ -1,0 +1,85 @@
+"""What the two ways of the tangent analysis share: one site made ready, and the words of what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+from anisoscope.errors import AnisoscopeError
+from anisoscope.estimate import Estimate
+from anisoscope.monitoring.views import Name, SiteView
+from anisoscope.runs.records import Curve
+from anisoscope.tangent.crossed import CrossedTest
+from anisoscope.tangent.proxies import Proxy, ProxyTracker
+from anisoscope.tangent.units import Halves
+from anisoscope.text.frequency import FrequencyBins, TokenCounts
+
+OVERLAP = "share of the span inside that of PCA"
+SPLIT = "mean principal angle between the fits of two halves"
+DRIFT = "mean principal angle to the last look's fit, degrees"
+
+Result: TypeAlias = Estimate | Curve | AnisoscopeError
+
+
+@dataclass(frozen=True)
+class Here:
+    """One site in one look, made ready: halves of the sequences, and a fitted pair of bases for each proxy."""
+
+    view: SiteView
+    g: Tensor
+    halves: Halves
+    pairs: Mapping[str, tuple[Proxy, Proxy]]
+    before: Mapping[str, tuple[Proxy, Proxy]]
+    last: bool
+    """Whether the dear checks are due."""
+
+    @property
+    def bases(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The pairs' bases alone."""
+        return {name: (one.basis, two.basis) for name, (one, two) in self.pairs.items()}
+
+
+@runtime_checkable
+class Asked(Protocol):
+    """What the stacked way needs of the analysis: its options, its trackers, and the parts it leaves to it."""
+
+    counts: TokenCounts | None
+    proxies: Sequence[str]
+    rank: int
+    draws: int
+    seed: int
+    _trackers: dict[tuple[str, str, int], ProxyTracker]
+    _bins: FrequencyBins | None
+
+    def _known(self, site: str) -> dict[str, tuple[Proxy, Proxy]]: ...
+    def _keep(self, view: SiteView, kind: str, pair: tuple[Proxy, Proxy]) -> None: ...
+    def _note(self, here: Here) -> str: ...
+    def _reader(self, here: Here) -> Iterator[tuple[Name, Result]]: ...
+    def _matrices(self, here: Here) -> Iterator[tuple[Name, Result]]: ...
+    def _by_type(self, here: Here) -> Iterator[tuple[Name, Result]]: ...
+    def _told_tests(
+        self, here: Here, kind: str, tests: Mapping[str, CrossedTest | str]
+    ) -> Iterator[tuple[Name, Result]]: ...
+    def _attempted(self, part: Callable[[Here], Iterator[tuple[Name, Result]]], here: Here) -> dict[Name, Result]: ...
+
+
+def plain(values: Sequence[float], here: Here, method: str) -> Estimate:
+    """A number of fits, the mean of both halves where there are two; it has no error bar."""
+    notes = (
+        ("no error bar: mean of the fits of two halves",) if len(values) > 1 else ("no error bar: one pair of fits",)
+    )
+    return Estimate(value=sum(values) / len(values), stderr=None, n=len(here.g), method=method, notes=notes)
+
+
+def labels_of(bins: FrequencyBins) -> list[str]:
+    """``frequency 1 of 5 (rarest): counts 1 to 12``, and so on."""
+    lows = bins.lowest.tolist()
+    highs = [*(low - 1 for low in lows[1:]), bins.highest]
+    extremes = {0: " (rarest)", len(bins) - 1: " (most frequent)"} if len(bins) > 1 else {}
+    return [
+        f"frequency {at + 1} of {len(bins)}{extremes.get(at, '')}: counts {low:,} to {high:,}"
+        for at, (low, high) in enumerate(zip(lows, highs, strict=True))
+    ]
