@@ -87,7 +87,7 @@ def main() -> None:
         for step in range(given.looks):
             monitor.step(step)
             seconds.append(monitor.last.info["seconds"])
-        rest = seconds[1:]
+        rest = seconds[1:] or seconds
         print(f"{vectors:,} vectors, looks: {' '.join(f'{one:.3f}' for one in seconds)}")
         print(f"first look {seconds[0]:.3f} s, then median {statistics.median(rest):.3f} s, least {min(rest):.3f} s")
     if given.parts:  # timers wait for the device, which slows a look down: these looks are not among the seconds
