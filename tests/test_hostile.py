@@ -877,3 +877,15 @@ def test_neighbours_beside_one_enormous_row(factor):
     rows[0] *= factor
     found = an.nearest_neighbors(rows, 3).distances[1:]
     torch.testing.assert_close(found, others.topk(3, largest=False).values, rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_neighbours_whose_squares_are_no_float32_are_found(k):
+    """Sixty rows so near the centre that their squared lengths are 0 in float32: all bounds tie, none may settle."""
+    draw = torch.Generator().manual_seed(4)
+    far, near = torch.randint(-9, 9, (30, 6), generator=draw), torch.randn(30, 6, generator=draw, dtype=torch.float64)
+    rows = torch.cat([far, -far, 1e-25 * near, -1e-25 * near])  # whole numbers in pairs: the mean is exactly zero
+    found = an.nearest_neighbors(rows, k)
+    close = rows[60:]
+    truth = (close[:, None] - close[None]).norm(dim=2).fill_diagonal_(torch.inf).topk(k, largest=False).values
+    assert torch.allclose(found.distances[60:], truth, rtol=1e-9, atol=0.0)
