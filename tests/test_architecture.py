@@ -236,7 +236,7 @@ def test_readme_tree_is_the_disk():
 
 
 def test_documents_name_no_absolute_path():
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         assert not re.search(r"(?<![\w.])/(home|root|work|Users|tmp)/", path.read_text()), path.name
 
 

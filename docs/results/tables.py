@@ -73,7 +73,7 @@ def main() -> None:
             for one in run.records()
             if one.measure in ("two_nn", "spectral_ratio", "mean_cosine", "loss") and one.slice == "all"
         ]
-    write("shape_by_layer_and_step.csv", ["model", "step", "site", "measure", "value", "stderr"], rows)
+    write("shape_by_layer.csv", ["model", "step", "site", "measure", "value", "stderr"], rows)
 
 
 if __name__ == "__main__":
