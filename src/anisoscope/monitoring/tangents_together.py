@@ -21,9 +21,9 @@ from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, SPLIT, Asked, He
 from anisoscope.monitoring.views import Name, SiteView
 from anisoscope.rows import power_of_two_scale
 from anisoscope.tangent.crossed import CrossedTest
-from anisoscope.tangent.energy import enrichment_of
+from anisoscope.tangent.energy import enrichment_of, variance_estimate
 from anisoscope.tangent.proxies import Proxy
-from anisoscope.tangent.seminmf import _notes as fit_notes
+from anisoscope.tangent.seminmf import fit_notes
 from anisoscope.tangent.stacked import (
     Layout,
     isoscore_shares,
@@ -299,15 +299,6 @@ def _told_energy(
         yield f"{kind}.variance_share", variance
         yield f"{kind}.activation.enrichment", enrichment_of(whole.share, variance)
         yield f"{kind}.activation.isoscore_share", mean_of_halves(shares[0][at], shares[1][at])
-
-
-def variance_estimate(value: float, raw: float, n: int) -> Estimate:
-    """As ``energy.variance_within`` says it."""
-    part = Estimate(value=raw, stderr=None, n=n, method="|X Q|^2 / |X|^2, not centred")
-    note = "no error bar: taken as known, being far better known than the energy share it divides"
-    return Estimate(
-        value=value, stderr=None, n=n, method="tr(Q^T C Q) / tr C", notes=(note,), parts={"uncentred": part}
-    )
 
 
 def _told_types(

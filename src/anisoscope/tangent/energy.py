@@ -302,10 +302,15 @@ def variance_within(moments: Moments, basis: Float[Tensor, "d k"]) -> Estimate:
     inside = float(((moments.scatter @ q) * q).sum())
     n, size = moments.count, float(moments.mean @ moments.mean)
     raw = (inside + n * float((moments.mean @ q).square().sum())) / (total + n * size)
+    return variance_estimate(inside / total, raw, n)
+
+
+def variance_estimate(value: float, raw: float, n: int) -> Estimate:
+    """A variance share as an Estimate; ``raw`` is the one with no mean taken off."""
     part = Estimate(value=raw, stderr=None, n=n, method="|X Q|^2 / |X|^2, not centred")
     note = "no error bar: taken as known, being far better known than the energy share it divides"
     return Estimate(
-        value=inside / total, stderr=None, n=n, method="tr(Q^T C Q) / tr C", notes=(note,), parts={"uncentred": part}
+        value=value, stderr=None, n=n, method="tr(Q^T C Q) / tr C", notes=(note,), parts={"uncentred": part}
     )
 
 

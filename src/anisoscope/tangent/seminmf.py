@@ -273,7 +273,7 @@ def _finished(run: _Run, a_ND: Tensor, size: float, mean: Tensor, scale: float, 
         converged=run.converged,
         unused=unused,
         n=len(a_ND),
-        notes=_notes(run.converged, f"max_iter={plan.max_iter}", unused, plan.rank),
+        notes=fit_notes(run.converged, f"max_iter={plan.max_iter}", unused, plan.rank),
     )
 
 
@@ -351,7 +351,7 @@ def _fit_stream(source: Rows, plan: _Plan, concepts: Tensor | None) -> SemiNMF:
         converged=converged,
         unused=unused,
         n=sums.n,
-        notes=(*notes, *_notes(settled, f"passes={plan.passes}", unused, plan.rank)),
+        notes=(*notes, *fit_notes(settled, f"passes={plan.passes}", unused, plan.rank)),
     )
 
 
@@ -401,6 +401,7 @@ def _ordered(concepts: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return concepts[order] / torch.where(length > 0, length, 1.0)[:, None], length, order
 
 
-def _notes(settled: bool, limit: str, unused: int, rank: int) -> tuple[str, ...]:
+def fit_notes(settled: bool, limit: str, unused: int, rank: int) -> tuple[str, ...]:
+    """What a user should know of a fit: that it stopped early, that concepts stand idle."""
     notes = () if settled else (f"stopped at {limit} before the error settled",)
     return (*notes, f"{unused} of {rank} concepts are used by no row") if unused else notes
