@@ -1,16 +1,21 @@
 """Studies under watch: nothing changes in the training, nothing is lost when it is stopped, and failures are told."""
 
 import math
+import sys
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from anisoscope.capture.losses import MaskedLoss
-from anisoscope.errors import OptionError, RunError, TooFewTokensError, UnknownNameError
+from anisoscope.cli import main
+from anisoscope.errors import OptionError, RunError, TooFewRowsError, TooFewTokensError, UnknownNameError
 from anisoscope.measures.base import Needs, register, unregister
 from anisoscope.runs.store import RunReader
 from anisoscope.schedule import Last
@@ -151,8 +156,6 @@ def test_the_monitor_part_has_short_forms():
 
 
 def _without_monitor():
-    import yaml
-
     values = RECIPE.describe()
     del values["monitor"]
     return yaml.safe_dump(values)
@@ -386,7 +389,10 @@ def test_a_training_that_cannot_be_done_is_told_and_the_others_go_on(tmp_path, d
     [
         ({"monitor__sites": ["resid.9"]}, UnknownNameError, "model decoder: unknown site 'resid.9'; did you mean"),
         ({"monitor__sequences": 2}, TooFewTokensError, "model decoder: the probe gives .* rows, the measures need"),
-        ({"monitor__tangent__rank": 20}, OptionError, "rank 20 leaves 12 of 32 dimensions"),
+        ({"monitor__tangent__rank": 20}, OptionError, "rank 20 leaves 12 of 32 .* take a rank of at most 16$"),
+        ({"monitor__tangent__ranks": [4, 17]}, OptionError, "rank 17 leaves 15 of 32 .* take a rank of at most 16$"),
+        ({"monitor__sequences": 5}, TooFewRowsError, "'tangent': 5 .* 6 are needed: raise monitor.sequences, .* is 5"),
+        ({"monitor__vectors": 32}, TooFewTokensError, "gives 32 rows.*: raise monitor.vectors, which is 32"),
         ({"device": "cudda"}, OptionError, "device 'cudda' cannot be used here"),
     ],
 )
@@ -394,6 +400,57 @@ def test_what_cannot_be_watched_is_told_before_a_file_is_written(tmp_path, data,
     with pytest.raises(error, match=message):
         run_study(change(**values), tmp_path / "run", data=data)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_probe_that_an_analysis_cannot_use_is_refused_with_the_knob_to_turn(data):
+    """The least probe that passes is one that the analysis does use; one sequence or one row less does not pass."""
+    (own,) = data.values()
+
+    def refusal(**values):
+        recipe = change(only("decoder"), **values)
+        with pytest.raises((TooFewRowsError, TooFewTokensError)) as caught:
+            check_study(recipe, Path("nowhere"), data)
+        return str(caught.value)
+
+    check_study(change(only("decoder"), monitor__sequences=6), Path("nowhere"), data)
+    assert refusal(monitor__sequences=5).startswith(
+        "model decoder: the probe is too small for the analysis 'tangent': 5 sequences cannot be halved with an error "
+        "bar; 6 are needed: raise monitor.sequences, which is 5; "
+    )
+    few = replace(own, held_out=own.held_out[:5])
+    (tokenizer,) = data
+    with pytest.raises(
+        TooFewRowsError, match=r"only 5 sequences are held out; raise data\.held_out or data\.max_chars"
+    ):
+        check_study(only("decoder"), Path("nowhere"), {tokenizer: few})
+    wide = only("decoder", monitor__sequences=8, monitor__vectors=70, monitor__tangent__rank=4)
+    check_study(change(wide, monitor__tangent__rank=16), Path("nowhere"), data)
+    wide = override(wide, {"models.0.width": 128, "monitor.tangent.rank": 40})
+    with pytest.raises(TooFewRowsError, match=r"hold 3\d rows; rank 40 needs 41: raise monitor\.vectors, which is 70"):
+        check_study(wide, Path("nowhere"), data)
+    with pytest.raises(TooFewRowsError, match=r"rank 64 needs 65: raise monitor\.sequences, which is 6"):
+        check_study(
+            change(wide, monitor__sequences=6, monitor__vectors=4096, monitor__tangent__rank=64), Path("nowhere"), data
+        )
+
+
+def test_a_probe_that_is_too_small_is_exit_code_2(tmp_path, data, monkeypatch, capsys):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(only("decoder", monitor__sequences=5).describe()))
+    monkeypatch.setattr(sys, "argv", ["anisoscope", "train", "tiny.yaml", "--out", "run"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1 and "raise monitor.sequences" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def test_the_least_probe_that_passes_is_used(tmp_path, data):
+    values = {"monitor__sequences": 6, "optimisation__steps": 1, "optimisation__warmup_steps": 0}
+    run_study(only("decoder", **values), tmp_path / "run", data=data)
+    found, failed = records(tmp_path / "run")
+    assert not failed
+    assert ("decoder", 1, "attn_in.0", "seminmf.activation.ratio", "all") in found
 
 
 def test_a_look_that_fails_harms_nothing(tmp_path, data, whole):

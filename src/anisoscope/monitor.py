@@ -29,6 +29,7 @@ from anisoscope.monitoring.looks import probe_look, ride_look
 from anisoscope.monitoring.measuring import MODEL, Book, enter_look
 from anisoscope.monitoring.planning import (
     as_batches,
+    check_analyses,
     check_probe,
     kinds_asked,
     make_plan,
@@ -112,6 +113,7 @@ class Monitor:
             self._batches = as_batches(probe)
             self._loss = loss_for(model, loss, seed=seed)
             check_probe(model, self._batches, self._plan, needed_rows(self._what))
+            check_analyses(self._what.analyses, self._batches, self._plan)
         self._ride: Ride | None = None
         self._before: dict[str, Tensor] = {}
         self._armed = self._closed = False

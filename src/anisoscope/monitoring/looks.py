@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int64
 from torch import Tensor, nn
 
 from anisoscope.capture.gradients import (
@@ -173,6 +173,11 @@ def _chosen(masks: Sequence[Bool[Tensor, "_ _"]], plan: Plan) -> list[Bool[Tenso
     taken[np.argpartition(keys, plan.vectors)[: plan.vectors]] = True
     flags = torch.from_numpy(taken).split(counts)
     return [mask.masked_scatter(mask, flag) for mask, flag in zip(masks, flags, strict=True)]
+
+
+def sequences_held(masks: Sequence[Bool[Tensor, "_ _"]], plan: Plan) -> Int64[Tensor, "n"]:
+    """The number of its sequence for each row that every look of a probe will hold."""
+    return _sequences(_chosen(masks, plan))
 
 
 def _gather(into: _Gathered, name: str, done: Pass, mask: Tensor, keep: Tensor, turns: bool) -> None:

@@ -13,11 +13,11 @@ from torch import nn
 
 from anisoscope.capture.gradients import KINDS
 from anisoscope.capture.rows import measured_mask
-from anisoscope.errors import OptionError, ShapeError, TooFewTokensError, UnknownNameError, choose
+from anisoscope.errors import AnisoscopeError, OptionError, ShapeError, TooFewTokensError, UnknownNameError, choose
 from anisoscope.measures.base import lookup
 from anisoscope.measures.table import measure_names
 from anisoscope.models.sites import Site, discover, select
-from anisoscope.monitoring.looks import Plan
+from anisoscope.monitoring.looks import Plan, sequences_held
 from anisoscope.monitoring.measuring import What
 from anisoscope.monitoring.views import Analysis
 from anisoscope.text.batches import Batch
@@ -132,6 +132,19 @@ def check_probe(model: nn.Module, batches: Sequence[Batch], plan: Plan, rows: in
         limit = getattr(config, name, None)
         if isinstance(limit, int) and 0 < limit < longest:
             raise ShapeError(f"the probe has sequences of {longest:,} tokens, the model reads {limit:,}; cut them")
+
+
+def check_analyses(analyses: Mapping[str, Analysis], batches: Sequence[Batch], plan: Plan) -> None:
+    """Refuse a probe that some analysis could use at no look; its method ``check_rows``, where it has one, says so."""
+    held = sequences_held([measured_mask(batch).cpu() for batch in batches], plan)
+    for name, analysis in analyses.items():
+        check = getattr(analysis, "check_rows", None)
+        if check is None:
+            continue
+        try:
+            check(held)
+        except AnisoscopeError as error:
+            raise type(error)(f"the probe is too small for the analysis {name!r}: {error}") from None
 
 
 def turning(names: Sequence[str]) -> tuple[str, ...]:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
-from anisoscope.errors import AnisoscopeError, OptionError, SiteError, choose
+from anisoscope.errors import AnisoscopeError, OptionError, SiteError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
 from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, SPLIT, Here, Result, labels_of, plain
 from anisoscope.monitoring.tangents_together import STACKED, Prepared, alike, prepared, stacked_results
@@ -98,6 +99,13 @@ class TangentAnalysis:
                     check_complement(width, rank)
                 except OptionError as error:
                     raise OptionError(f"site {site!r}: {error}") from None
+
+    def check_rows(self, sequences: Int64[Tensor, "n"]) -> None:
+        """Refuse rows of these sequences if no look could use them: each half must hold a fit of every rank."""
+        halves = Halves.of(sequences, self.seed, "cpu")
+        fewest, largest = min(len(rows) for rows in halves.rows), max((self.rank, *self.ranks))
+        if fewest <= largest:  # about their mean, so many rows span one direction less
+            raise TooFewRowsError(f"half of its sequences hold {fewest} rows; rank {largest} needs {largest + 1}")
 
     def __call__(self, view: SiteView) -> Mapping[Name, Result]:
         """All results at one site."""

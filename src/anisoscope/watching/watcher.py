@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from anisoscope.capture.losses import CausalLoss, MaskedLoss
+from anisoscope.capture.rows import measured_mask
+from anisoscope.errors import TooFewRowsError, TooFewTokensError
 from anisoscope.estimate import Estimate
 from anisoscope.monitor import Monitor
 from anisoscope.monitoring.views import Name
@@ -68,9 +70,17 @@ class Watcher:
         self._device = setting.device
         self._remember()
         before = Last(self._looked[-1], self._looked[-1] * self._batch_tokens) if self._looked else None
+        probe = probe_of(setting.data, self.spec, plan.batch_size // plan.accumulation)
+        try:
+            return self._monitor(setting, probe, before)
+        except (TooFewRowsError, TooFewTokensError) as error:
+            raise type(error)(f"{error}: {_what_to_raise(setting, self.spec, probe)}") from None
+
+    def _monitor(self, setting: Setting, probe: list[Batch], before: Last | None) -> Monitor:
+        plan = setting.recipe.optimisation
         return Monitor(
             setting.model,
-            probe=probe_of(setting.data, self.spec, plan.batch_size // plan.accumulation),
+            probe=probe,
             schedule=schedule_of(self.spec.schedule, plan.steps, before),
             run=self.run,
             cell=self.cell,
@@ -191,6 +201,16 @@ def probe_of(data: TrainingData, spec: MonitorSpec, rows: int) -> list[Batch]:
     whole = data.probe(spec.sequences)
     parts = [getattr(whole, name).split(rows) for name in ("ids", "mask", "special", "positions")]
     return [Batch(*part) for part in zip(*parts, strict=True)]
+
+
+def _what_to_raise(setting: Setting, spec: MonitorSpec, probe: Sequence[Batch]) -> str:
+    """What in the recipe gives a larger probe."""
+    if sum(int(measured_mask(batch).sum()) for batch in probe) > spec.vectors:
+        return f"raise monitor.vectors, which is {spec.vectors:,}"
+    have = len(setting.data.held_out)
+    if spec.sequences < have:
+        return f"raise monitor.sequences, which is {spec.sequences:,}; {have:,} are held out"
+    return f"only {have:,} sequences are held out; raise data.held_out or data.max_chars, or give more text"
 
 
 def loss_of(variant: VariantSpec, data: TrainingData) -> CausalLoss | MaskedLoss:
