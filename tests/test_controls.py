@@ -9,6 +9,9 @@ from scipy import stats
 
 from anisoscope.errors import DegenerateError, OptionError, ShapeError, TooFewRowsError, UnknownNameError
 from anisoscope.tangent.controls import control_bases, orthonormal
+from anisoscope.tangent.crossed import crossed_tests
+from anisoscope.tangent.energy import energy_test
+from anisoscope.tangent.units import Halves
 
 
 def haar(width, rank, seed=0, dtype=torch.float64):
@@ -93,13 +96,29 @@ def test_naive_gram_schmidt_in_float32_is_not_enough_where_ours_is():
     assert float((ours.transpose(1, 2) @ ours - unit).abs().max()) < 2e-6
 
 
+def test_a_rank_above_half_the_width_is_told_what_else_would_do(seed):
+    """The hint of each function is something that very function takes, and that works."""
+    basis, gradients = haar(10, 6), torch.randn(40, 10, generator=torch.Generator().manual_seed(seed))
+    with pytest.raises(OptionError, match=r"take a rank of at most 5, or controls='random'$"):
+        energy_test(gradients, basis, draws=19)
+    found = energy_test(gradients, basis, controls="random", draws=19)
+    assert found.rank == 6 and found.kind == "random"
+    halves = Halves.of(torch.arange(40) // 4, 0, "cpu")
+    with pytest.raises(OptionError, match=r"take a rank of at most 5$"):
+        crossed_tests(gradients, halves, {"one": (basis, basis)}, draws=19)
+    smaller = haar(10, 5)
+    assert crossed_tests(gradients, halves, {"one": (smaller, smaller)}, draws=19)["one"][""].share.n == 40
+
+
 def test_refusals():
     basis = haar(10, 6)
     with pytest.raises(OptionError, match="rank 6 leaves 4 of 10 dimensions"):
         control_bases(basis, "normal", 5)
     with pytest.raises(OptionError, match="too few"):
         control_bases(basis, "normal_top", 1, rows=torch.randn(50, 10))
-    assert control_bases(basis, "random", 5).shape == (5, 10, 6)
+    with pytest.raises(OptionError, match=r"take a rank of at most 5, or kind='random'$"):
+        control_bases(basis, kind="normal", draws=5)
+    assert control_bases(basis, kind="random", draws=5).shape == (5, 10, 6)
     assert control_bases(haar(10, 5), "normal", 5).shape == (5, 10, 5), "an exact half still fits"
     with pytest.raises(UnknownNameError, match="did you mean 'normal_top'"):
         control_bases(basis, "normal_tap")

@@ -34,12 +34,12 @@ def check_basis(basis: Float[Tensor, "d k"], width: int | None = None, name: str
         )
 
 
-def check_complement(width: int, rank: int) -> None:
-    """Raise where the complement of a rank-K basis holds no other rank-K basis."""
+def check_complement(width: int, rank: int, instead: str = "") -> None:
+    """Raise where the complement of a rank-K basis holds no other; ``instead`` names what else would do."""
     if width - rank < rank:
         raise OptionError(
             f"rank {rank} leaves {width - rank} of {width} dimensions outside the basis, too few for a control "
-            f"of equal rank there; take a rank of at most {width // 2}, or controls='random'"
+            f"of equal rank there; take a rank of at most {width // 2}" + (f", or {instead}" if instead else "")
         )
 
 
@@ -76,7 +76,7 @@ def control_bases(
     basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
     if kind == "random":
         return orthonormal(_as_bases(gaussian_draws(d, k, draws, seed=seed, device=basis.device), basis.dtype))
-    check_complement(d, k)
+    check_complement(d, k, "kind='random'")
     if kind == "normal_top":
         if rows is None:
             raise OptionError("controls='normal_top' are directions of the activations' variance: give rows")

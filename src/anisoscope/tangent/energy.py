@@ -207,7 +207,7 @@ def run_test(
     choose("control", controls, CONTROL_KINDS)
     check_basis(basis, found.width)
     if controls != "random":
-        check_complement(*basis.shape)
+        check_complement(found.width, basis.shape[1], "controls='random'")
     along, top = found.along(basis), None
     share = _share(found, along)
     random, normal = _drawn(found, basis, draws, seed, controls == "normal")
