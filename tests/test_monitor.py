@@ -647,6 +647,30 @@ def test_analyses_give_estimates_and_curves_by_name_and_slice(probe, tmp_path):
         assert monitor.latest("mean_cosine", "mlp_in.0").n == padless.tokens
 
 
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "inside the user's autocast"])
+def test_of_model_runs_outside_the_autocast_of_the_look(around, probe):
+    """The look is bfloat16, what is told of the model as a whole is not; the user's own autocast is as it was."""
+    seen, model = {}, build("gpt2")
+
+    def of_model(step):
+        weight = torch.eye(3)
+        seen["callback"] = torch.is_autocast_enabled("cpu"), (weight @ weight).dtype, model.training
+        exact = float(torch.full((1, 1), 1 + 2**-12) @ torch.ones(1, 1))
+        return {"exact": Estimate(value=exact, stderr=None, n=1, method="m")}
+
+    def loss(model, batch):
+        seen["look"] = torch.is_autocast_enabled("cpu")
+        return CausalLoss()(model, batch)
+
+    options = {"sites": "resid.1", "measures": ["mean_cosine"], "loss": loss, "of_model": of_model}
+    monitor = Monitor(model.train(), probe=probe, schedule=every(1), autocast=torch.bfloat16, strict=True, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around), monitor:
+        monitor.step(0)
+        assert torch.is_autocast_enabled("cpu") == around
+    assert seen == {"look": True, "callback": (False, torch.float32, False)}
+    assert monitor.latest("exact").value == 1 + 2**-12 and model.training
+
+
 def test_a_run_goes_on_where_it_was(probe, tmp_path):
     model = build("gpt2")
     options = {"probe": probe, "schedule": every(1), "measures": ["mean_cosine"], "sites": "resid.1"}

@@ -26,7 +26,7 @@ from anisoscope.errors import OptionError, choose
 from anisoscope.estimate import Estimate
 from anisoscope.monitoring.keeping import Keeper
 from anisoscope.monitoring.looks import probe_look, ride_look
-from anisoscope.monitoring.measuring import MODEL, Book, enter_look
+from anisoscope.monitoring.measuring import MODEL, Book, enter_look, enter_model
 from anisoscope.monitoring.planning import (
     as_batches,
     check_analyses,
@@ -254,8 +254,7 @@ class Monitor:
                 look = self._see(step)
                 enter_look(book, look, self._what)
                 if self._of_model is not None:
-                    for name, result in self._of_model(step).items():
-                        book.enter(MODEL, name, result)
+                    enter_model(book, self._of_model, self._device)
             except Exception as error:  # out of memory, a silent site, a loss of the user's own: all are told
                 book.fail(MODEL, LOOK, error)
                 self._complain(f"the look at step {step} failed: {type(error).__name__}: {error}")

@@ -22,7 +22,7 @@ from anisoscope.measures.later import one_thread_each
 from anisoscope.measures.neighbors_gpu import full_precision
 from anisoscope.measures.table import measure
 from anisoscope.monitoring.stacking import GRADIENT, Stacked, gradient_names, still_note
-from anisoscope.monitoring.views import Analysis, Look, MapView, Name, SiteView
+from anisoscope.monitoring.views import Analysis, Look, MapView, Name, OfModel, SiteView
 from anisoscope.runs.records import Curve, Failure, Record
 from anisoscope.slices import ALL
 
@@ -104,6 +104,13 @@ def enter_look(book: Book, look: Look, what: What) -> None:
         device = look.views[0].x.device
         with full_precision(device), one_thread_each(device):
             _enter_views(book, look.views, what)
+
+
+def enter_model(book: Book, of_model: OfModel, device: torch.device) -> None:
+    """Enter what is told of the model as a whole, outside the autocast that the model ran under in the look."""
+    with full_precision(device):
+        for name, result in of_model(book.step).items():
+            book.enter(MODEL, name, result)
 
 
 def _enter_views(book: Book, views: Sequence[SiteView], what: What) -> None:

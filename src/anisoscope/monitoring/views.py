@@ -80,4 +80,6 @@ keep what it likes between calls (warm starts).
 """
 
 OfModel: TypeAlias = Callable[[int], Mapping[Name, Estimate | Curve]]
-"""Called with the step at the end of each look, before it is stored; gives results about the model as a whole."""
+"""Called with the step at the end of each look, before it is stored; gives results about the model as a whole.
+
+It runs in eval mode and outside the autocast of the look: one that calls the model may switch that on itself."""
