@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.errors import TooFewTokensError
 from anisoscope.text.batches import Batch, token_batches
 from anisoscope.text.corpus import load_corpus
 from anisoscope.text.frequency import TokenCounts
+from anisoscope.text.synthetic import ZipfLanguage
 from anisoscope.text.tokens import CharTokenizer, HFTokenizer, train_bpe
+from anisoscope.train.interventions import FrequencyPlan, FrequencySpec, known_exponent, plan_frequency
+from anisoscope.train.languages import LanguageChange, write_text
 from anisoscope.train.recipe import EMBEDDED, DataSpec, TokenizerSpec
 
 IGNORED = -100
@@ -32,10 +35,14 @@ SPLIT, ORDER, MASKS, HELD_OUT_MASKS = range(4)  # what a generator is for: strea
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """What a model reads and what it should say: ``targets`` are ``IGNORED`` where nothing is scored."""
+    """What a model reads and what it should say: ``targets`` are ``IGNORED`` where nothing is scored.
+
+    ``weights`` are those of the targets in the loss; None where all are 1.
+    """
 
     ids: Int[Tensor, "b t"]
     targets: Int[Tensor, "b t"]
+    weights: Float[Tensor, "b t"] | None = None
 
     @property
     def scored(self) -> int:
@@ -44,11 +51,14 @@ class Sequences:
 
     def split(self, parts: int) -> tuple[Sequences, ...]:
         """Cut into equal parts, for gradient accumulation."""
-        return tuple(Sequences(i, t) for i, t in zip(self.ids.chunk(parts), self.targets.chunk(parts), strict=True))
+        weights = (None,) * parts if self.weights is None else self.weights.chunk(parts)
+        cut = zip(self.ids.chunk(parts), self.targets.chunk(parts), weights, strict=True)
+        return tuple(Sequences(i, t, w) for i, t, w in cut)
 
     def to(self, device: torch.device) -> Sequences:
         """The same on a device; the copy to a GPU does not wait."""
-        return Sequences(self.ids.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
+        weights = None if self.weights is None else self.weights.to(device, non_blocking=True)
+        return Sequences(self.ids.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +75,10 @@ class TrainingData:
     counts: TokenCounts
     corpus: dict[str, Any]
     """Name, size and fingerprint of the corpus, for the record."""
+    language: ZipfLanguage | None = None
+    """What the text was drawn from, where that is known."""
+    frequency: FrequencyPlan | None = None
+    """What is done to token frequency in training; validation and probes are never touched."""
 
     @property
     def mask_id(self) -> int:
@@ -87,8 +101,11 @@ class TrainingData:
         starts = np.empty(batch_size, dtype=np.int64)
         for one in np.unique(rounds):
             order = _order(seed, int(one), len(self.starts))
+            order = order if self.frequency is None else self.frequency.windows(order, int(one), seed)
             starts[rounds == one] = self.starts[order[places[rounds == one]]]
-        return self._sequences(starts, objective, np.random.default_rng([MASKS, seed, step]))
+        found = self._sequences(starts, objective, np.random.default_rng([MASKS, seed, step]))
+        weights = None if self.frequency is None else self.frequency.weights(found.targets, step, seed)
+        return found if weights is None else replace(found, weights=weights)
 
     def validation(self, sequences: int, objective: str) -> Sequences:
         """Held-out windows, at most so many; the same ones, masked the same way, for every model and seed."""
@@ -105,6 +122,14 @@ class TrainingData:
         eos = self.tokenizer.special_ids.get("eos", IGNORED)
         positions = torch.arange(self.sequence_length).expand_as(ids).contiguous()
         return Batch(ids, torch.ones_like(ids, dtype=torch.bool), ids == eos, positions)
+
+    def with_frequency(self, spec: FrequencySpec | None, objective: str) -> TrainingData:
+        """The same with token frequency changed as asked, or with its exponent told where nothing is asked."""
+        rows = self.starts // self.sequence_length
+        windows = self.stream[: (int(rows.max()) + 1) * self.sequence_length].view(-1, self.sequence_length)[rows]
+        targets = windows if objective == "masked" else windows[:, 1:]
+        plan = plan_frequency(spec, targets, self.vocab_size)
+        return replace(self, frequency=plan if self.language is None else known_exponent(plan, self.language))
 
     def _sequences(self, starts: Int[np.ndarray, "b"], objective: str, random: np.random.Generator) -> Sequences:
         at_BT = torch.from_numpy(starts)[:, None] + torch.arange(self.sequence_length)
@@ -135,12 +160,20 @@ def mask_tokens(ids: Int[Tensor, "b t"], mask_id: int, random: np.random.Generat
     return Sequences(torch.where(lie, drawn, shown), torch.where(chosen, ids, IGNORED))
 
 
-def prepare(spec: DataSpec, tokenizer: TokenizerSpec | None = None) -> TrainingData:
+def prepare(
+    spec: DataSpec, tokenizer: TokenizerSpec | None = None, language: LanguageChange | None = None
+) -> TrainingData:
     """Read the corpus, train the tokenizer on it, cut windows side by side and hold some out.
 
-    ``tokenizer`` is that of a variant which reads the corpus otherwise than ``spec`` says.
+    ``tokenizer`` is that of a variant which reads the corpus otherwise than ``spec`` says, ``language`` that of one
+    whose language differs.
     """
     wanted = tokenizer or spec.tokenizer
+    if spec.language is not None:
+        assert wanted.vocab_size is not None
+        drawn = spec.language if language is None else language.of(spec.language)
+        source, ids, characters, about = write_text(drawn, wanted.vocab_size, spec.max_chars)
+        return _cut(spec, ids, characters, TokenCounts.of(ids, characters.vocab_size), about, source)
     corpus = load_corpus(None if spec.source == EMBEDDED else spec.source, kind=spec.kind, max_chars=spec.max_chars)
     made: CharTokenizer | HFTokenizer
     if wanted.kind == "char":
@@ -149,24 +182,37 @@ def prepare(spec: DataSpec, tokenizer: TokenizerSpec | None = None) -> TrainingD
         assert wanted.vocab_size is not None  # the recipe was checked
         made = train_bpe(corpus, wanted.vocab_size, end_of_text=END_OF_TEXT)
     whole = token_batches(corpus, made, sequence_length=spec.sequence_length, batch_size=1, add_special=False)
-    windows = len(whole.stream) // spec.sequence_length
+    about = {"name": corpus.name, "characters": corpus.characters, "fingerprint": corpus.fingerprint}
+    return _cut(spec, whole.stream, made, whole.counts, about)
+
+
+def _cut(
+    spec: DataSpec,
+    stream: Int[Tensor, "n"],
+    tokenizer: CharTokenizer | HFTokenizer,
+    counts: TokenCounts,
+    about: dict[str, Any],
+    language: ZipfLanguage | None = None,
+) -> TrainingData:
+    """Windows side by side, some of them held out."""
+    windows = len(stream) // spec.sequence_length
     held = max(round(windows * spec.held_out), 1)
     if windows - held < 1:
         raise TooFewTokensError(
-            f"{corpus.name} gives {windows} window(s) of {spec.sequence_length} tokens; training needs one and "
+            f"{about['name']} gives {windows} window(s) of {spec.sequence_length} tokens; training needs one and "
             "validation another: give more text, or a smaller sequence_length"
         )
     # Not by the seed of a training: losses of different seeds are compared on the same windows.
     starts = spec.sequence_length * np.random.default_rng([SPLIT]).permutation(windows)
-    about = {"name": corpus.name, "characters": corpus.characters, "fingerprint": corpus.fingerprint}
     return TrainingData(
-        stream=whole.stream,
+        stream=stream,
         starts=np.sort(starts[held:]),
         held_out=starts[:held],
         sequence_length=spec.sequence_length,
-        tokenizer=made,
-        counts=whole.counts,
-        corpus=about | {"tokenizer": made.fingerprint},
+        tokenizer=tokenizer,
+        counts=counts,
+        corpus=about | {"tokenizer": tokenizer.fingerprint},
+        language=language,
     )
 
 

@@ -37,7 +37,7 @@ from anisoscope.train.data import IGNORED, Sequences, TrainingData, as_transform
 from anisoscope.train.metrics import METRICS, MetricsWriter
 from anisoscope.train.observers import Observer, Onlookers, Setting
 from anisoscope.train.optimise import learning_rate, make_optimiser
-from anisoscope.train.recipe import Recipe, VariantSpec
+from anisoscope.train.recipe import Recipe, VariantSpec, changes_frequency
 
 TRAINING_FILE = "training.json"
 DIVERGED = "diverged"
@@ -100,7 +100,9 @@ def train(
     device = resolve_device(recipe.device)
     place = Path(folder)
     _open_folder(place, resume)
-    data = data or prepare(recipe.data, model_spec.tokenizer)
+    data = data or prepare(recipe.data, model_spec.tokenizer, model_spec.language)
+    if changes_frequency(recipe):
+        data = data.with_frequency(model_spec.frequency, model_spec.objective)
     with _own_generators(device):
         run = _Run(recipe, model_spec, seed, place, device, data)
         if resume:
@@ -263,9 +265,11 @@ class _Run:
     def _summed_loss(self, forward: Any, part: Sequences) -> Tensor:
         with self._autocast():
             logits = forward(input_ids=part.ids).logits
-        return nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), part.targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        logits, targets = logits.float().flatten(0, 1), part.targets.flatten()
+        if part.weights is None:
+            return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        each = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+        return (each * part.weights.flatten()).sum()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.recipe.dtype == "float32":

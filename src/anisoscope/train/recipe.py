@@ -14,11 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from anisoscope.errors import AnisoscopeError, OptionError, unknown_name
 from anisoscope.models.build import Architecture, Attention, Count, ModelSpec, check_heads
+from anisoscope.train.interventions import FrequencySpec
+from anisoscope.train.languages import LanguageChange, LanguageSpec, check_source
 from anisoscope.train.watch import MonitorPart, MonitorSpec
 
 EMBEDDED = "embedded"
 """The source that needs no file: the documentation inside Python."""
 LEAST_BPE = 257
+LEAST_IDS = 3
 
 Objective = Literal["causal", "masked"]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -33,11 +36,11 @@ class _Part(BaseModel):
 
 
 class TokenizerSpec(_Part):
-    """How text becomes ids: one each character, or byte-level BPE trained on the corpus."""
+    """How text becomes ids: one each character, or byte-level BPE trained on the corpus; a Zipf language has ids."""
 
-    kind: Literal["char", "bpe"] = "bpe"
+    kind: Literal["char", "bpe", "ids"] = "bpe"
     vocab_size: Count | None = None
-    """Of BPE; characters are as many as the corpus has."""
+    """Of BPE and of a language; characters are as many as the corpus has."""
 
     @model_validator(mode="after")
     def _size(self) -> TokenizerSpec:
@@ -45,6 +48,8 @@ class TokenizerSpec(_Part):
             raise ValueError("characters are as many as the corpus has; leave vocab_size out")
         if self.kind == "bpe" and (self.vocab_size or 0) < LEAST_BPE:
             raise ValueError(f"byte-level BPE needs vocab_size, {LEAST_BPE} or more")
+        if self.kind == "ids" and (self.vocab_size or 0) < LEAST_IDS:
+            raise ValueError(f"a language needs vocab_size, {LEAST_IDS} or more")
         return self
 
 
@@ -52,12 +57,19 @@ class DataSpec(_Part):
     """The corpus and how it is cut. ``held_out`` of its windows are for validation, the same ones for every seed."""
 
     source: str = EMBEDDED
-    """"embedded", a file, a folder or ``hf:OWNER/NAME``, as ``load_corpus`` takes them."""
+    """"embedded", a file, a folder or ``hf:OWNER/NAME``, as ``load_corpus`` takes them; "zipf" for a language."""
     kind: Literal["auto", "text", "lines", "wiki"] = "auto"
     max_chars: Count | None = None
     tokenizer: TokenizerSpec
     sequence_length: Annotated[int, Field(strict=True, ge=2)]
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    language: LanguageSpec | None = None
+    """Of source "zipf", whose text is drawn and not read."""
+
+    @model_validator(mode="after")
+    def _readable(self) -> DataSpec:
+        check_source(self.source, self.language is not None, self.tokenizer.kind)
+        return self
 
 
 class VariantSpec(_Part):
@@ -76,6 +88,10 @@ class VariantSpec(_Part):
     tie_embeddings: bool = True
     tokenizer: TokenizerSpec | None = None
     """Where this variant reads the corpus otherwise than ``data`` says."""
+    language: LanguageChange | None = None
+    """Where this variant's language has another exponent than that of ``data``."""
+    frequency: FrequencySpec | None = None
+    """Where this variant is trained as if the Zipf law of the text had another exponent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -97,7 +113,7 @@ class VariantSpec(_Part):
 
     def model(self, vocab_size: int, context: int) -> ModelSpec:
         """What ``build_model`` takes, for this vocabulary and this longest sequence."""
-        own = self.model_dump(exclude={"name", "objective", "tokenizer"})
+        own = self.model_dump(exclude={"name", "objective", "tokenizer", "language", "frequency"})
         return ModelSpec(**own, vocab_size=vocab_size, context=context)
 
 
@@ -172,6 +188,9 @@ class Recipe(_Part):
             twice = [one for one in found if found.count(one) > 1]
             if twice:
                 raise ValueError(f"{label} {twice[0]!r} stands twice; each once")
+        for model in self.models:
+            changed = self.data.language is not None or model.language is not None
+            check_source(self.data.source, changed, (model.tokenizer or self.data.tokenizer).kind)
         narrowest = min(self.models, key=lambda model: model.width)
         for rank in self.monitor.ranks() if self.monitor is not None else ():
             if rank > narrowest.width:
@@ -191,6 +210,11 @@ class Recipe(_Part):
     def describe(self) -> dict[str, Any]:
         """The whole recipe as plain values, defaults included, fit for YAML."""
         return self.model_dump(mode="json")
+
+
+def changes_frequency(recipe: Recipe) -> bool:
+    """Whether a recipe asks what token frequency does: exponents are then told of all its models."""
+    return recipe.data.language is not None or any(model.frequency is not None for model in recipe.models)
 
 
 def recipe_names() -> tuple[str, ...]:
