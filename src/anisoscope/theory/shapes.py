@@ -16,7 +16,7 @@ from torch import Tensor
 from anisoscope.errors import OptionError
 
 NEWTON_STEPS = 50
-GEODESIC_STEPS = 64  # Runge-Kutta steps between two lengths: their error is far below the rounding of a chord
+GEODESIC_STEPS = 32  # Runge-Kutta steps between two lengths: their error is far below the rounding of a chord
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,16 @@ class Ellipsoid(Shape):
         form = torch.einsum("nwa,w,nwb->nab", tangent, self.axes**-2, tangent)
         return Jet(x, tangent, -torch.einsum("nw,nab->nwab", normal / size[:, None], form))
 
+    def geodesics(
+        self, x: Float[Tensor, "n w"], direction: Float[Tensor, "n w"], lengths: Float[Tensor, "m"]
+    ) -> Float[Tensor, "m n w"]:
+        """Great circles on a sphere; integrated where the axes differ."""
+        radius = float(self.axes[0])
+        if bool((self.axes != radius).any()):
+            return super().geodesics(x, direction, lengths)
+        angle = (lengths / radius)[:, None, None]
+        return angle.cos() * x + radius * angle.sin() * direction
+
     def coordinates(self, x: Float[Tensor, "n w"]) -> Float[Tensor, "n d"]:
         """Angle and direction from the base, on the unit sphere whose image this is."""
         y = x / self.axes
@@ -235,16 +245,18 @@ class SwissRoll(Shape):
 
     def near(self, v: Float[Tensor, "n d"]) -> Float[Tensor, "n w"]:
         """Newton's method for t; the height follows at once."""
-        jet = self.jet(self.base[None])
-        start = self.coordinates(self.base[None])
-        along, u = jet.tangent[0], start.expand(len(v), -1)
+        base, start = self.base, self.coordinates(self.base[None])[0]
+        along = self.jet(base[None]).tangent[0, :, 0]
+        u = torch.stack([start[0].expand(len(v)), start[1] + v[:, 1]], dim=1)
         for _ in range(NEWTON_STEPS):
-            jacobian = along.T @ self._jacobian(u)
-            miss = v - (self._at(u) - self.base) @ along
-            # A step of at most half a radian: t must not jump to another turn of the roll.
-            u = u + torch.linalg.solve(jacobian, miss).clamp(-0.5, 0.5)
-        miss = v - (self._at(u) - self.base) @ along
-        if not bool((miss.abs() <= 1e-9 * (1 + v.abs())).all()) or bool(((u - start)[:, 0].abs() > torch.pi / 2).any()):
+            miss = v[:, 0] - (self._at(u) - base) @ along
+            slope = self._jacobian(u)[:, :, 0] @ along
+            if bool((slope <= 0).any()):  # past the place where the roll stands upright on the tangent plane
+                break
+            if bool((miss.abs() <= 1e-15).all()):
+                return self._at(u)
+            u = torch.stack([u[:, 0] + (miss / slope).clamp(-0.5, 0.5), u[:, 1]], dim=1)
+        if bool((slope <= 0).any()) or bool((miss.abs() > 1e-12).any()):
             raise too_wide("the roll bends away below the tangent plane there")
         return self._at(u)
 
@@ -320,6 +332,15 @@ class Veronese(Shape):
         second = (pairs + pairs.transpose(1, 2)) / 2 - torch.einsum("ni,nj,ab->nijab", y, y, eye)
         flat = [flat_symmetric(part.flatten(3).movedim(3, 1)) for part in (tangent, second)]
         return Jet(x, flat[0].movedim(1, 2), flat[1].movedim(1, 2).unflatten(2, (2, 2)) / self.radius)
+
+    def geodesics(
+        self, x: Float[Tensor, "n w"], direction: Float[Tensor, "n w"], lengths: Float[Tensor, "m"]
+    ) -> Float[Tensor, "m n w"]:
+        """Images of great circles: a length l is an angle ``l / (sqrt(2) radius)``."""
+        y = self._above(x)
+        way = 2**0.5 * torch.einsum("nij,nj->ni", symmetric(direction), y)
+        angle = (lengths / (2**0.5 * self.radius))[:, None, None]
+        return torch.stack([self._at(one) for one in angle.cos() * y + angle.sin() * way])
 
     def coordinates(self, x: Float[Tensor, "n w"]) -> Float[Tensor, "n d"]:
         """Angle and direction from the base, on the sphere of unit vectors up to sign."""

@@ -242,8 +242,8 @@ def make_surface(name: str, *, width: int | None = None, seed: int = 0, **option
     """A surface by name, rotated at random into ``width`` dimensions; without a width in its natural space.
 
     Options: circle ``radius``; sphere ``dimension, radius``; ellipsoid ``axes`` (any number of them); saddle
-    ``up, down``; swiss_roll ``scale, height``; veronese ``radius``; quadratic ``dimension, normals, kappa, extent``, a random graph
-    ``x = v + II(v, v)/2`` with that kappa, its II drawn with ``seed``.
+    ``up, down``; swiss_roll ``scale, height``; veronese ``radius``; quadratic ``dimension, normals, kappa, extent``, a
+    random graph ``x = v + II(v, v)/2`` with that kappa, its II drawn with ``seed``.
     """
     if name not in SHAPES:
         raise unknown_name("surface", name, SHAPES)
