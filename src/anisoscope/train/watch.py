@@ -87,6 +87,17 @@ class TangentSpec(_Part):
         return self
 
 
+class QualitySpec(_Part):
+    """Options of the battery of quality: accuracy of the model, linear probes of its layers. See docs/quality.md."""
+
+    sites: Annotated[Names, Field(min_length=1)] | None = None
+    """Patterns such as ``resid.*`` where probes are fitted; None is the middle and the last layer."""
+    back: Annotated[tuple[Count, ...], Field(min_length=1)] = (1, 4)
+    """How many places back the tokens stand that probes name."""
+    types: Annotated[int, Field(strict=True, ge=2)] = 64
+    """Among how many of the most frequent types."""
+
+
 class MonitorSpec(_Part):
     """What is looked at, and when. Without a word about it in the recipe, this is what stands here."""
 
@@ -102,6 +113,8 @@ class MonitorSpec(_Part):
     gradients: Names = ("activation",)
     tangent: Annotated[TangentSpec | None, BeforeValidator(_on_or_off)] = None
     """Gradient energy along tangent proxies; ``true`` for the options as they stand, ``false`` for none."""
+    quality: Annotated[QualitySpec | None, BeforeValidator(_on_or_off)] = None
+    """How good the model and its layers are beside their geometry; ``true`` and ``false`` as for ``tangent``."""
 
     @model_validator(mode="after")
     def _known(self) -> MonitorSpec:

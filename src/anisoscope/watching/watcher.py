@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from anisoscope.capture.losses import CausalLoss, MaskedLoss
 from anisoscope.capture.rows import measured_mask
-from anisoscope.errors import TooFewRowsError, TooFewTokensError
+from anisoscope.errors import OptionError, TooFewRowsError, TooFewTokensError
 from anisoscope.estimate import Estimate
 from anisoscope.monitor import Monitor
 from anisoscope.monitoring.views import Name
@@ -28,7 +28,10 @@ from anisoscope.train.recipe import VariantSpec
 from anisoscope.train.watch import MonitorSpec
 from anisoscope.watching.schedules import schedule_of
 
-TANGENT = "tangent"
+if TYPE_CHECKING:
+    from anisoscope.monitoring.quality import TokenAccuracy
+
+TANGENT, QUALITY = "tangent", "quality"
 STATES = "watching"
 """The folder of what analyses remember from look to look, so that a resumed run goes on as if nothing had happened."""
 SUFFIX = ".safetensors"
@@ -50,6 +53,7 @@ class Watcher:
         self.monitor: Monitor | None = None
         self._losses: dict[int, float] = {}
         self._analyses: dict[str, Any] = {}
+        self._accuracy: TokenAccuracy | None = None
         self._looked: list[int] = []
         self._middle = self._ratio = ""
 
@@ -78,7 +82,7 @@ class Watcher:
 
     def _monitor(self, setting: Setting, probe: list[Batch], before: Last | None) -> Monitor:
         plan = setting.recipe.optimisation
-        return Monitor(
+        monitor = Monitor(
             setting.model,
             probe=probe,
             schedule=schedule_of(self.spec.schedule, plan.steps, before),
@@ -98,6 +102,16 @@ class Watcher:
             info=_info(setting),
             of_model=self._at_look,
         )
+        self._check_quality(monitor)
+        return monitor
+
+    def _check_quality(self, monitor: Monitor) -> None:
+        quality, looked = self._analyses.get(QUALITY), monitor.describe()["sites"]
+        if quality is not None and not any(map(quality.wants, looked)):
+            raise OptionError(
+                f"monitor.quality.sites: probes at {', '.join(quality.sites)}, and the monitor looks at none of "
+                f"them but at {', '.join(looked)}; name some of these"
+            )
 
     def before_step(self, step: int) -> None:
         """An update is about to begin; where its change of the weights is wanted they are copied now."""
@@ -137,6 +151,9 @@ class Watcher:
         return " · ".join(f"{label} {one.value:.3g}" for label, one in found if one is not None)
 
     def _make_analyses(self, setting: Setting) -> dict[str, Any]:
+        return self._tangents(setting) | self._qualities(setting)
+
+    def _tangents(self, setting: Setting) -> dict[str, Any]:
         options = self.spec.tangent
         if options is None:
             return {}
@@ -149,6 +166,20 @@ class Watcher:
         made.check({self._middle: setting.variant.width})
         return {TANGENT: made}
 
+    def _qualities(self, setting: Setting) -> dict[str, Any]:
+        options = self.spec.quality
+        if options is None:
+            return {}
+        from anisoscope.monitoring.quality import QualityAnalysis, TokenAccuracy
+
+        plan, loss = setting.recipe.optimisation, loss_of(setting.variant, setting.data)
+        batches = probe_of(setting.data, self.spec, plan.batch_size // plan.accumulation)
+        asked = options.model_dump()
+        asked["sites"] = asked["sites"] or (self._middle, f"resid.{setting.variant.layers}")
+        self._accuracy = TokenAccuracy(setting.model, batches, loss)
+        hidden = setting.variant.objective != "causal"
+        return {QUALITY: QualityAnalysis(batches, setting.data.tokenizer, hidden=hidden, **asked)}
+
     def _at_look(self, step: int) -> dict[Name, Estimate | Curve]:
         """At the end of a look: the training loss since the one before, and what analyses want to remember."""
         since = self._looked[-1] if self._looked else 0
@@ -156,11 +187,13 @@ class Watcher:
         self._losses = {at: loss for at, loss in self._losses.items() if at > step}
         self._looked.append(step)
         self._write_states(step)
+        found: dict[Name, Estimate | Curve] = {} if self._accuracy is None else {**self._accuracy()}
         if not losses:
-            return {}
+            return found
         notes = ("no error bar: losses of consecutive updates", f"over {len(losses):,} updates")
         value = math.fsum(losses) / len(losses)
-        return {"train_loss": Estimate(value=value, stderr=None, n=len(losses), method="mean loss", notes=notes)}
+        found["train_loss"] = Estimate(value=value, stderr=None, n=len(losses), method="mean loss", notes=notes)
+        return found
 
     def _write_states(self, step: int) -> None:
         """Before the look is stored: whatever happens in between, there is a state for the last stored look."""
