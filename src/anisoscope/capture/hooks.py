@@ -4,13 +4,14 @@
         model(input_ids=ids)
     seen["resid.3"]  # (b, t, d)
 
-Hooks only look. What goes wrong in one is kept and raised by ``record`` afterwards, so the forward pass of the model is
-the same with and without them, and they are gone when the ``with`` ends, whatever happens inside.
+Its hooks only look. What goes wrong in one is kept and raised by ``record`` afterwards, so the forward pass of the
+model is the same with and without them, and they are gone when the ``with`` ends, whatever happens inside. With
+``keep_graph=True`` what was seen can enter a loss. ``steer`` is the one that changes what goes on from a site.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,6 +134,77 @@ def record(model: nn.Module, sites: Sequence[Site], *, keep_graph: bool = False)
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def steer(model: nn.Module, sites: Sequence[Site], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Let ``change(name, tensor)`` take the place of what stands at each site, in ONE forward pass inside the ``with``.
+
+    The tensor comes as the module holds it, its last axis the width, and must keep its shape. What ``change`` raises is
+    raised in the forward pass. A site that did not fire raises ``SiteSilentError``; hooks are gone when the ``with``
+    ends.
+    """
+    slots = [_Slot(site) for site in sites]
+    handles: list[RemovableHandle] = []
+    try:
+        for slot in slots:
+            handles.append(_attach_steering(model, slot, change))
+        yield
+        for slot in slots:
+            _check_fired(slot)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _attach_steering(model: nn.Module, slot: _Slot, change: Callable[[str, Tensor], Tensor]) -> RemovableHandle:
+    site = slot.site
+    site_by_path(model, site.module)  # names the nearest path where this model has no such module
+    module = model.get_submodule(site.module)
+
+    def on_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        whole = _first_input(args, kwargs)
+        new = _changed(slot, whole, change)
+        if new is whole:
+            return None
+        if args:
+            return (new, *args[1:]), kwargs
+        return args, {name: new if value is whole else value for name, value in kwargs.items()}
+
+    def on_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        whole = _first_output(output)
+        new = _changed(slot, whole, change)
+        return None if new is whole else _with_first(output, new)
+
+    if site.port == "input":
+        return module.register_forward_pre_hook(on_input, with_kwargs=True)
+    return module.register_forward_hook(on_output)
+
+
+def _changed(slot: _Slot, value: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
+    """What goes on in place of ``value`` if this is the firing that is wanted."""
+    _see(slot, value, True)
+    if slot.tensor is None or slot.fired != slot.site.call + 1:
+        return value
+    slot.tensor = None  # nothing of the pass is kept
+    new = change(slot.site.name, value)
+    if new.shape != value.shape:
+        raise SiteError(
+            f"site {slot.site.name!r} was to be changed from shape {tuple(value.shape)} to {tuple(new.shape)}; keep it"
+        )
+    return new
+
+
+def _with_first(output: Any, new: Tensor) -> Any:
+    """An output whose hidden state is another one; the counterpart of ``_first_output``."""
+    if isinstance(output, Mapping):
+        made = type(output)(output)  # type: ignore[call-arg]
+        made[next(iter(output))] = new  # type: ignore[index]
+        return made
+    if isinstance(output, tuple | list):
+        parts = [_with_first(output[0], new), *output[1:]]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+    return new
 
 
 def _attach(model: nn.Module, slot: _Slot, keep_graph: bool) -> list[RemovableHandle]:

@@ -37,6 +37,7 @@ from anisoscope.train.data import IGNORED, Sequences, TrainingData, as_transform
 from anisoscope.train.metrics import METRICS, MetricsWriter
 from anisoscope.train.observers import Observer, Onlookers, Setting
 from anisoscope.train.optimise import learning_rate, make_optimiser
+from anisoscope.train.penalised import Regularized
 from anisoscope.train.recipe import Recipe, VariantSpec, changes_frequency
 
 TRAINING_FILE = "training.json"
@@ -130,6 +131,8 @@ class _Run:
         self.model = build_model(model_spec, seed).to(device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.optimiser = make_optimiser(self.model, self.plan)
+        wanted = variant.regularizer
+        self.regularized = None if wanted is None else Regularized(wanted, self.model, seed)
         torch.default_generator.manual_seed(DROPOUT_SEED + seed)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(DROPOUT_SEED + seed)
@@ -139,6 +142,8 @@ class _Run:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.loss: float | None = None
         self.val_loss: float | None = None
+        self.extra: dict[str, float] = {}
+        """What an update adds to its loss, for its line of metrics."""
         self.notes: list[str] = []
 
     def setting(self) -> Setting:
@@ -182,6 +187,8 @@ class _Run:
         """Take up the newest checkpoint."""
         found = load_checkpoint(newest_resumable(self.folder), self.model, self.optimiser, self.settings())
         self.step, self.tokens, self.seconds = found.step, found.tokens, found.seconds
+        if self.regularized is not None:
+            self.regularized.restore(self.folder, self.step, self.device)
 
     def to_the_end(
         self,
@@ -213,7 +220,7 @@ class _Run:
                 if due:
                     self.val_loss = self._evaluate()
                 lr = learning_rate(self.plan, self.step)
-                new = {"val_loss": self.val_loss} if due else {}
+                new = ({"val_loss": self.val_loss} if due else {}) | self.extra
                 metrics.write(
                     step=self.step, tokens=self.tokens, loss=self.loss, lr=lr, seconds=round(self.seconds, 4), **new
                 )
@@ -257,9 +264,16 @@ class _Run:
         """Gradients of the mean loss over all scored positions of the step, whatever passes it is cut into."""
         scored, total = whole.scored, torch.zeros((), device=self.device)
         for part in whole.split(self.plan.accumulation):
-            loss = self._summed_loss(self.forward, part.to(self.device)) / max(scored, 1)
-            loss.backward()
+            if self.regularized is None:
+                loss = self._summed_loss(self.forward, part.to(self.device)) / max(scored, 1)
+                loss.backward()
+            else:
+                with self.regularized.catching(self.step + 1):
+                    loss = self._summed_loss(self.forward, part.to(self.device)) / max(scored, 1)
+                self.regularized.added(loss, self.step + 1, self.plan.accumulation).backward()
             total += loss.detach()
+        if self.regularized is not None:
+            self.extra = self.regularized.taken()
         return float(total)
 
     def _summed_loss(self, forward: Any, part: Sequences) -> Tensor:
@@ -296,6 +310,8 @@ class _Run:
 
     def _save(self, target: Path | None = None) -> Path:
         place = target or step_folder(self.folder, self.step)
+        if self.regularized is not None and target is None:
+            self.regularized.write(self.folder, self.step, self.recipe.checkpoints.keep_states)
         progressed = Progressed(step=self.step, tokens=self.tokens, seconds=self.seconds, settings=self.settings())
         save_checkpoint(place, self.model, self.optimiser, self.tokenizer, progressed)
         if target is None and not self.recipe.checkpoints.keep_states:
@@ -305,6 +321,9 @@ class _Run:
     def _compile(self) -> None:
         """torch.compile, tried on one pass forth and back, so that what fails there fails here."""
         if self.recipe.compile is False:
+            return
+        if self.regularized is not None:  # with compile: true the recipe was refused
+            self.notes.append("compiled code passes by the sites that the regularizer needs; trained without it")
             return
         part = self.data.batch(1, self.plan.batch_size, self.variant.objective, self.seed).split(
             self.plan.accumulation

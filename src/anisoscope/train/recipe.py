@@ -16,6 +16,7 @@ from anisoscope.errors import AnisoscopeError, OptionError, unknown_name
 from anisoscope.models.build import Architecture, Attention, Count, ModelSpec, check_heads
 from anisoscope.train.interventions import FrequencySpec
 from anisoscope.train.languages import LanguageChange, LanguageSpec, check_source
+from anisoscope.train.regularizer_spec import RegularizerPart
 from anisoscope.train.watch import MonitorPart, MonitorSpec
 
 EMBEDDED = "embedded"
@@ -92,6 +93,8 @@ class VariantSpec(_Part):
     """Where this variant's language has another exponent than that of ``data``."""
     frequency: FrequencySpec | None = None
     """Where this variant is trained as if the Zipf law of the text had another exponent."""
+    regularizer: RegularizerPart = None
+    """A term on its geometry, or damping of its gradient; of its updates alone, not of validation or looks."""
 
     @model_validator(mode="before")
     @classmethod
@@ -109,11 +112,13 @@ class VariantSpec(_Part):
                 "objective causal with causal: false lets a position see the token it should predict; "
                 "use objective masked, or causal: true"
             )
+        if self.regularizer is not None:
+            self.regularizer.check_model(self.layers, self.width)
         return self
 
     def model(self, vocab_size: int, context: int) -> ModelSpec:
         """What ``build_model`` takes, for this vocabulary and this longest sequence."""
-        own = self.model_dump(exclude={"name", "objective", "tokenizer", "language", "frequency"})
+        own = self.model_dump(exclude={"name", "objective", "tokenizer", "language", "frequency", "regularizer"})
         return ModelSpec(**own, vocab_size=vocab_size, context=context)
 
 
@@ -191,6 +196,11 @@ class Recipe(_Part):
         for model in self.models:
             changed = self.data.language is not None or model.language is not None
             check_source(self.data.source, changed, (model.tokenizer or self.data.tokenizer).kind)
+            if self.compile is True and model.regularizer is not None:
+                raise ValueError(
+                    f"compile: true with a regularizer (model {model.name!r}): compiled code passes by the sites that "
+                    "it needs; use compile: false, or auto, which trains such models eagerly"
+                )
         narrowest = min(self.models, key=lambda model: model.width)
         for rank in self.monitor.ranks() if self.monitor is not None else ():
             if rank > narrowest.width:
