@@ -146,7 +146,7 @@ class QualityAnalysis:
             )
         if length < max(self.back) + 2:
             raise OptionError(
-                f"back={max(self.back)}: sequences of {length} tokens have no place with so many before it and one after"
+                f"back={max(self.back)}: no place in sequences of {length} tokens has so many before and one after it"
             )
 
     def wants(self, site: str) -> bool:
@@ -197,8 +197,9 @@ class QualityAnalysis:
             found[f"{QUALITY}token_back_{k}"] = Classes(labels, self.count, labels >= 0)
         found[QUALITY + "position"] = Quantity(positions.double())
         spelled = self.spelling
-        kinds = spelled.capital[after].long() + spelled.letter[after].long()  # 0 no letter, 1 small, 2 capital
-        found[QUALITY + "casing"] = Classes(kinds - 1, 2, kinds > 0)
+        if bool(spelled.letter.any()):  # a language of bare symbols has no capitals
+            kinds = spelled.capital[after].long() + spelled.letter[after].long()  # 0 no letter, 1 small, 2 capital
+            found[QUALITY + "casing"] = Classes(kinds - 1, 2, kinds > 0)
         begins = spelled.inside[after] | (spelled.opens[after] & ~spelled.closes[here])
         found[QUALITY + "word_start"] = Classes(begins.long(), 2, torch.ones_like(begins))
         return keep, found, self.pages.copies[sequences]
