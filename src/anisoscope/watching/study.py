@@ -23,11 +23,12 @@ from anisoscope.runs.store import RunReader, RunWriter
 from anisoscope.slices import ALL
 from anisoscope.train.checkpoints import checkpoints_in, newest_resumable, step_folder
 from anisoscope.train.data import TrainingData, prepare
+from anisoscope.train.languages import LanguageChange
 from anisoscope.train.loop import TRAINING_FILE, Progress, resolve_device, train
 from anisoscope.train.metrics import METRICS, read_metrics
 from anisoscope.train.observers import Setting
 from anisoscope.train.optimise import make_optimiser
-from anisoscope.train.recipe import Recipe, TokenizerSpec, VariantSpec, read_recipe_values
+from anisoscope.train.recipe import Recipe, TokenizerSpec, VariantSpec, changes_frequency, read_recipe_values
 from anisoscope.watching.watcher import Watcher
 
 CELLS = "cells"
@@ -79,7 +80,9 @@ class News:
     looks: int
 
 
-Data = Mapping[TokenizerSpec, TrainingData]
+DataKey = tuple[TokenizerSpec, LanguageChange | None]
+"""What tells the data of two models of a recipe apart."""
+Data = Mapping[DataKey, TrainingData]
 
 
 def cells_of(recipe: Recipe, folder: Path) -> tuple[Cell, ...]:
@@ -96,10 +99,9 @@ def cells_of(recipe: Recipe, folder: Path) -> tuple[Cell, ...]:
     )
 
 
-def prepare_all(recipe: Recipe) -> dict[TokenizerSpec, TrainingData]:
-    """The data of every model, prepared once for each tokenizer."""
-    wanted = [variant.tokenizer or recipe.data.tokenizer for variant in recipe.models]
-    return {tokenizer: prepare(recipe.data, tokenizer) for tokenizer in dict.fromkeys(wanted)}
+def prepare_all(recipe: Recipe) -> dict[DataKey, TrainingData]:
+    """The data of every model, prepared once for each tokenizer and language."""
+    return {key: prepare(recipe.data, *key) for key in dict.fromkeys(_key(recipe, model) for model in recipe.models)}
 
 
 def check_study(recipe: Recipe, folder: Path, data: Data) -> None:
@@ -109,6 +111,8 @@ def check_study(recipe: Recipe, folder: Path, data: Data) -> None:
         if cell.seed != recipe.seeds[0] or recipe.monitor is None:
             continue
         own = _data_of(recipe, cell, data)
+        if changes_frequency(recipe):
+            own = own.with_frequency(cell.variant.frequency, cell.variant.objective)
         # On the CPU: it is looked at and let go, and a GPU has nothing to do with what sites a model has.
         model = build_model(cell.variant.model(own.vocab_size, recipe.data.sequence_length), cell.seed)
         setting = Setting(
@@ -205,7 +209,11 @@ def _flat(values: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _data_of(recipe: Recipe, cell: Cell, data: Data) -> TrainingData:
-    return data[cell.variant.tokenizer or recipe.data.tokenizer]
+    return data[_key(recipe, cell.variant)]
+
+
+def _key(recipe: Recipe, variant: VariantSpec) -> DataKey:
+    return variant.tokenizer or recipe.data.tokenizer, variant.language
 
 
 def _train_cell(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +23,13 @@ from anisoscope.runs.records import Curve
 from anisoscope.runs.store import RunWriter
 from anisoscope.schedule import Last
 from anisoscope.text.batches import Batch
+from anisoscope.text.frequency import frequency_bins
 from anisoscope.train.data import TrainingData
 from anisoscope.train.metrics import METRICS, read_metrics
 from anisoscope.train.observers import Setting
 from anisoscope.train.recipe import VariantSpec
-from anisoscope.train.watch import MonitorSpec
+from anisoscope.train.watch import MonitorSpec, TangentSpec
+from anisoscope.watching.binned import FrequencyLosses
 from anisoscope.watching.schedules import schedule_of
 
 if TYPE_CHECKING:
@@ -54,8 +58,12 @@ class Watcher:
         self._losses: dict[int, float] = {}
         self._analyses: dict[str, Any] = {}
         self._accuracy: TokenAccuracy | None = None
+        self._by_frequency: FrequencyLosses | None = None
         self._looked: list[int] = []
         self._middle = self._ratio = ""
+        self._took, self._began = list[float](), 0.0
+        # Stored with every look by reference: what stands in it at that moment is what the look says.
+        self._pace: dict[str, float] = {}
 
     def attach(self, setting: Setting) -> None:
         """Build the monitor; look before the first step. What cannot be looked at raises here."""
@@ -75,6 +83,9 @@ class Watcher:
         self._remember()
         before = Last(self._looked[-1], self._looked[-1] * self._batch_tokens) if self._looked else None
         probe = probe_of(setting.data, self.spec, plan.batch_size // plan.accumulation)
+        if setting.data.frequency is not None:
+            bins = frequency_bins(setting.data.counts, (self.spec.tangent or TangentSpec()).bins)
+            self._by_frequency = FrequencyLosses(setting.model, probe, loss_of(setting.variant, setting.data), bins)
         try:
             return self._monitor(setting, probe, before)
         except (TooFewRowsError, TooFewTokensError) as error:
@@ -99,7 +110,7 @@ class Watcher:
             autocast=torch.bfloat16 if setting.recipe.dtype == "bfloat16" else None,
             seed=setting.seed,
             strict=self.strict,
-            info=_info(setting),
+            info=_info(setting, self._pace),
             of_model=self._at_look,
         )
         self._check_quality(monitor)
@@ -117,6 +128,7 @@ class Watcher:
         """An update is about to begin; where its change of the weights is wanted they are copied now."""
         assert self.monitor is not None  # attached
         self.monitor.before_step(step, step * self._batch_tokens)
+        self._began = time.perf_counter()
 
     def after_backward(self, step: int) -> None:
         """Nothing: a look has a backward pass of its own."""
@@ -124,6 +136,7 @@ class Watcher:
     def after_step(self, step: int, loss: float, tokens: int) -> None:
         """Look if a look is due."""
         assert self.monitor is not None
+        self._took.append(time.perf_counter() - self._began)  # of the update alone: no look is in it
         self._losses[step] = loss
         self.monitor.step(step, tokens)
 
@@ -186,8 +199,12 @@ class Watcher:
         losses = [loss for at, loss in self._losses.items() if since < at <= step]
         self._losses = {at: loss for at, loss in self._losses.items() if at > step}
         self._looked.append(step)
+        if self._took:
+            middle, mean = statistics.median(self._took), statistics.fmean(self._took)
+            self._pace |= {"updates": len(self._took), "median_seconds": middle, "mean_seconds": mean}
         self._write_states(step)
         found: dict[Name, Estimate | Curve] = {} if self._accuracy is None else {**self._accuracy()}
+        found |= {} if self._by_frequency is None else self._by_frequency()
         if not losses:
             return found
         notes = ("no error bar: losses of consecutive updates", f"over {len(losses):,} updates")
@@ -251,10 +268,14 @@ def loss_of(variant: VariantSpec, data: TrainingData) -> CausalLoss | MaskedLoss
     return CausalLoss() if variant.objective == "causal" else MaskedLoss(mask_id=data.mask_id)
 
 
-def _info(setting: Setting) -> dict[str, Any]:
-    """What every look says of the training it belongs to."""
-    variant = setting.variant
-    return {
+def _info(setting: Setting, pace: dict[str, float]) -> dict[str, Any]:
+    """What every look says of the training it belongs to; ``pace`` is of its updates in this session so far."""
+    variant, frequency = setting.variant, setting.data.frequency
+    told: dict[str, Any] = {} if frequency is None else {"frequency": frequency.describe()}
+    if variant.regularizer is not None:
+        told["regularizer"] = variant.regularizer.model_dump(mode="json")
+    return told | {
+        "pace": pace,
         "model": variant.name,
         "variant": variant.name,
         "seed": setting.seed,
