@@ -1,0 +1,208 @@
+"""Geometry and quality: which measures of a layer go with how good the model and the layer are, and which only seem to.
+
+Reads records alone. The pairs are in quality_pairs.py, the statistics in associations.py, the figures in
+quality_figures.py, definitions in docs/quality.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from anisoscope.views.associations import LEAST_LOOKS, LEAST_UNITS, Association
+from anisoscope.views.layout import unique
+from anisoscope.views.panels import Table
+from anisoscope.views.quality_pairs import (
+    Compared,
+    Looks,
+    Pair,
+    Training,
+    by_model,
+    compare,
+    quality_order,
+    read_looks,
+    read_trainings,
+    stands,
+)
+from anisoscope.views.series import Series, measure_title
+from anisoscope.views.verdicts import listed
+
+MOST_TABLES = 4  # models whose looks get a table of their own
+MOST_NAMED = 4  # pairs that a sentence names
+
+
+def quality_words(series: Sequence[Series]) -> list[str]:
+    """What the correlations show and do not show, in sentences; none without a battery of quality."""
+    trainings = read_trainings(series)
+    if not trainings:
+        return []
+    said = [_looks_words(model, mine, trainings) for model, mine in by_model(trainings)]
+    said = [words for words in said if words]
+    if said:
+        said.insert(
+            0,
+            "Looks of one training follow each other, and whatever has a course over training correlates with whatever "
+            "else has one. So a correlation of levels proves nothing; the changes from look to look, without the "
+            "common course, are what is judged. Few looks show strong links only.",
+        )
+    said += _compared_words(compare(trainings), trainings)
+    said.append(
+        "None of this says what moves what: geometry and quality both answer to the data, the optimiser and the time. "
+        "A cause needs a training in which the one is changed and the rest is not."
+    )
+    return said
+
+
+def quality_tables(series: Sequence[Series]) -> list[Table]:
+    """Correlations pair by pair: over trainings first, then over the looks of each model."""
+    trainings = read_trainings(series)
+    compared = compare(trainings) if trainings else None
+    tables = [] if compared is None else _between_tables(compared)
+    for model, mine in by_model(trainings)[:MOST_TABLES]:
+        looks = read_looks(mine)
+        if looks:
+            caption = f"{_who(model, trainings)}{_looks_caption(looks, len(mine))}"
+            tables.append(_table(f"quality-looks-{model}", caption, [(one.pair, _looks_cell(one)) for one in looks]))
+    return tables
+
+
+def _looks_caption(looks: Sequence[Looks], seeds: int) -> str:
+    of_seeds = f" of {seeds} seeds" if seeds > 1 else ""
+    few = "" if looks[0].change else f" Changes need {LEAST_LOOKS} looks."
+    return (
+        f"Over {looks[0].level.n // seeds:,} looks{of_seeds}: Pearson's r of levels → of changes without their common "
+        "course, with Spearman's ρ of these. * p ≤ 5 % after Benjamini-Hochberg over the table; levels get no star, "
+        f"since looks are not independent.{few}"
+    )
+
+
+def _who(model: str, trainings: Sequence[Training]) -> str:
+    return f"{model}: " if len({one.model for one in trainings}) > 1 else ""
+
+
+def _looks_words(model: str, mine: Sequence[Training], trainings: Sequence[Training]) -> str:
+    looks = read_looks(mine)
+    if not looks:
+        return ""
+    seen = [one for one in looks if stands(one.level, one.level_q)]
+    seeds = f" of {len(mine)} seeds" if len(mine) > 1 else ""
+    words = (
+        f"{_who(model, trainings)}over {looks[0].level.n // len(mine)} looks{seeds}, {len(seen)} of {len(looks)} pairs "
+        "of a geometry and a quality correlate in their levels, as if beyond chance"
+    )
+    words = words if _who(model, trainings) else f"{words[:1].upper()}{words[1:]}"
+    if looks[0].change is None:
+        return f"{words}; the changes from look to look, which would tell more, need {LEAST_LOOKS} looks."
+    kept = [one for one in looks if stands(one.change, one.change_q)]
+    course = "what the seeds have in common" if len(mine) > 1 else "a smooth course"
+    words += f"; in the changes from look to look, without {course}, {_count(len(kept))} of {len(looks)}"
+    words += f": {_named([(one.pair, one.change) for one in kept if one.change])}." if kept else "."
+    trend = sum(not stands(one.change, one.change_q) for one in seen)
+    return words + (f" For {trend} of the {len(seen)} nothing beyond a common course was found." if trend else "")
+
+
+def _count(number: int) -> str:
+    return "none" if number == 0 else f"{number}"
+
+
+def _named(found: Sequence[tuple[Pair, Association]]) -> str:
+    order = sorted(found, key=lambda one: -abs(one[1].r))
+    more = len(order) - MOST_NAMED
+    said = [f"{pair.title} (r = {_signed(one.r)})" for pair, one in order[:MOST_NAMED]]
+    return listed([*said, f"{more} more"] if more > 0 else said)
+
+
+def _compared_words(compared: Compared | None, trainings: Sequence[Training]) -> list[str]:
+    if compared is None:
+        return ["One training can be compared with no other: it takes several models or seeds to do so."]
+    runs, unit = len(compared.trainings), compared.unit
+    said = []
+    if compared.left_out:
+        were = "it was" if len(compared.left_out) == 1 else "they were"
+        names = listed(compared.left_out)
+        why = f"since {were} scored on other tokens or looked at last at another step"
+        said.append(f"{names}: not compared with the others, {why}.")
+    if compared.count < LEAST_UNITS:
+        said.append(_too_few(compared))
+    else:
+        kept = [one for one in compared.pairs if stands(one.over, one.over_q)]
+        what = f"{compared.count} models (means over seeds)" if unit == "model" else f"{runs} seeds of one model"
+        found = _named([(one.pair, one.over) for one in kept if one.over])
+        said.append(
+            f"Over {what} at their last look, {_count(len(kept))} of {len(compared.pairs)} pairs "
+            f"{'correlates' if len(kept) == 1 else 'correlate'} after the Benjamini-Hochberg correction"
+            f"{': ' + found if kept else ''}."
+        )
+    inside = [one for one in compared.pairs if one.inside is not None]
+    if inside and inside[0].inside is not None:
+        kept = [one for one in inside if stands(one.inside, one.inside_q)]
+        found = _named([(one.pair, one.inside) for one in kept if one.inside])
+        said.append(
+            f"Within models, over {inside[0].inside.n} seeds, each the mean of what it adds to its models, "
+            f"{_count(len(kept))} of {len(inside)} {'does' if len(kept) == 1 else 'do'}{': ' + found if kept else ''}."
+        )
+    return said
+
+
+def _too_few(compared: Compared) -> str:
+    said = f"Over trainings nothing is claimed: {len(compared.trainings)} "
+    if compared.unit == "seed":
+        return f"{said}seeds of one model, and a correlation needs {LEAST_UNITS}."
+    return (
+        f"{said}trainings of {compared.count} models, and a correlation over models needs {LEAST_UNITS}. More seeds "
+        "are no substitute: seeds of one model share what makes models differ."
+    )
+
+
+def _between_tables(compared: Compared) -> list[Table]:
+    tables = []
+    runs, unit = len(compared.trainings), compared.unit
+    stars = "* p ≤ 5 % after Benjamini-Hochberg over the table."
+    if any(one.over for one in compared.pairs):
+        what = f"{compared.count} models, each the mean of its seeds" if unit == "model" else f"{runs} seeds"
+        caption = f"Over trainings, at their last look: {what}. Pearson's r (95 % interval), Spearman's ρ; {stars}"
+        cells = [(one.pair, _interval_cell(one.over, one.over_q)) for one in compared.pairs]
+        tables.append(_table("quality-over", caption, cells))
+    if any(one.inside for one in compared.pairs):
+        caption = f"Within models: over seeds, each the mean of what it adds to its models. r and ρ as above; {stars}"
+        cells = [(one.pair, _interval_cell(one.inside, one.inside_q)) for one in compared.pairs]
+        tables.append(_table("quality-within", caption, cells))
+    return tables
+
+
+def _table(key: str, caption: str, cells: Sequence[tuple[Pair, str]]) -> Table:
+    columns = unique((pair.quality for pair, _ in cells), quality_order)
+    rows = list(dict.fromkeys((pair.geometry, pair.place) for pair, _ in cells))
+    words = {(pair.geometry, pair.place, pair.quality): said for pair, said in cells}
+    return Table(
+        key=key,
+        caption=caption,
+        head=("Geometry", *(measure_title(name) for name in columns)),
+        rows=tuple(
+            (f"{measure_title(measure)}, {place}", *(words.get((measure, place, name), "") for name in columns))
+            for measure, place in rows
+        ),
+    )
+
+
+def _looks_cell(one: Looks) -> str:
+    if not one.level.known:
+        return "does not vary"
+    level = _signed(one.level.r)
+    if one.change is None:
+        return level
+    change = _signed(one.change.r) if one.change.known else "none"
+    star = "*" if stands(one.change, one.change_q) else ""
+    return f"{level} → {change}{star} (ρ {_signed(one.change.rank)})"
+
+
+def _interval_cell(one: Association | None, q: float) -> str:
+    if one is None or one.low is None or one.high is None:
+        return "does not vary"
+    star = "*" if stands(one, q) else ""
+    return f"{_signed(one.r)}{star} ({_signed(one.low)}…{_signed(one.high)}), ρ {_signed(one.rank)}"
+
+
+def _signed(number: float) -> str:
+    """``−0.42`` with a true minus sign; ``0.00`` has none."""
+    words = f"{number:.2f}"
+    return words.replace("-", "−") if float(words) else "0.00"
