@@ -32,6 +32,7 @@ from anisoscope.views.layout import (
 )
 from anisoscope.views.names import PROXIES
 from anisoscope.views.panels import Axis, Figure, Heatmap, Line, Panel, Reference, Toggle
+from anisoscope.views.quality_figures import quality_figures
 from anisoscope.views.seeds import band_words, framed, pool_seeds, seed_lines, seed_toggles
 from anisoscope.views.series import (
     GROUPS,
@@ -44,6 +45,7 @@ from anisoscope.views.series import (
     narrowed,
     plain,
     slice_order,
+    without_quality,
 )
 from anisoscope.views.shelf import Shelf
 from anisoscope.views.training import drift_figures, energy_figures, loss_figures
@@ -74,6 +76,8 @@ CURVES: Mapping[str, tuple[str, str]] = MappingProxyType(
 def build_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
     """Every figure that the records can fill, in the order of the report; seeds of one variant are pooled."""
     series = pool_seeds([one for one in series if one.measured])
+    quality = quality_figures(series)
+    series = [without_quality(one) for one in series]
     shelves = [Shelf(one) for one in series if is_watched(one)]
     rest = [one for one in map(plain, series) if one.measured]
     geometry = (*profiles(rest), *over_steps(rest), *heatmaps(rest))
@@ -91,7 +95,7 @@ def build_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
     )
     # Models side by side where each has its own panel.
     together = len(series) if 1 < len(series) <= MOST_COLUMNS else 0
-    return tuple(
+    placed = tuple(
         replace(
             figure,
             panels=tuple(panel if isinstance(panel, Heatmap) else framed(panel) for panel in figure.panels),
@@ -99,6 +103,7 @@ def build_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
         )
         for figure in figures
     )
+    return (*placed, *quality)
 
 
 def by_subject(series: Sequence[Series]) -> list[tuple[str, list[Series]]]:

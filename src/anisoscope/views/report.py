@@ -17,13 +17,14 @@ from anisoscope.runs.records import Record
 from anisoscope.views import interactive, paper
 from anisoscope.views.corrected import Tests, correct
 from anisoscope.views.figures import build_figures
-from anisoscope.views.names import tangent
 from anisoscope.views.panels import Figure, Table
-from anisoscope.views.sections import build_sections
+from anisoscope.views.quality import quality_tables, quality_words
+from anisoscope.views.sections import QUALITY, build_sections
 from anisoscope.views.seeds import pool_seeds
 from anisoscope.views.series import (
     GROUPS,
     Series,
+    defined_name,
     entry_of,
     is_watched,
     measure_order,
@@ -158,11 +159,13 @@ def _words_and_tables(training: Sequence[Shelf], tests: Tests) -> tuple[dict[str
         "Gradient energy along proxies": energy_words(training, tests),
         "What could be a construction": construction_words(training, tests),
         "The referee": referee_words(found),
+        QUALITY: quality_words([shelf.series for shelf in training]),
     }
     tables = {
         "By token frequency": correlation_tables(training),
         "Drift of proxies": fact_tables(training),
         "The referee": referee_table(found),
+        QUALITY: quality_tables([shelf.series for shelf in training]),
     }
     return words, tables
 
@@ -263,10 +266,9 @@ def _definitions(series: Sequence[Series]) -> list[dict[str, str]]:
     names = {r.measure for one in series for r in one.records} | {f.measure for one in series for f in one.failures}
     found: dict[str, dict[str, str]] = {}
     for name in sorted(names, key=measure_order):
-        parts, entry = tangent(name), entry_of(name)
+        entry = entry_of(name)
         if entry:
-            # One definition serves every proxy and gradient.
-            known = f"….{parts.what}" if parts else name
+            known = defined_name(name)
             found[known] = {"name": known, "group": GROUPS[entry["group"]]} | entry
             found[known]["formula"] = Markup(entry["formula"])
     return list(found.values())

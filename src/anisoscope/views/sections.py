@@ -8,6 +8,7 @@ from typing import Any
 
 from anisoscope.views.panels import Figure, Heatmap, Table
 
+QUALITY = "Geometry and quality"
 # The section of a figure, by how its key begins; the first that fits.
 SECTIONS = (
     ("loss", "Loss"),
@@ -22,6 +23,7 @@ SECTIONS = (
     ("construction", "What could be a construction"),
     ("drift", "Drift of proxies"),
     ("referee", "The referee"),
+    ("quality", QUALITY),
     ("curve-dimension against scale", "Dimension against scale"),
     ("curve-spectrum", "Spectra"),
     ("curve-", "Other curves"),
@@ -33,6 +35,7 @@ TRAINING_ORDER = (
     "Over training",
     "Layer by step",
     "Layer profiles",
+    QUALITY,
     "Gradient energy along proxies",
     "By token frequency",
     "What could be a construction",

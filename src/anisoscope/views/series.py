@@ -19,6 +19,8 @@ from anisoscope.views.names import MODEL_SITE, is_analysis, tangent
 STREAM = "resid"
 ENDS = ("embed", "final_norm")
 FIRST_SLICE = "all"
+QUALITY, BASELINE = "quality.", ".baseline"
+_BACK = re.compile(r"token_back_([0-9]{1,6})")
 GROUPS = {
     "anisotropy": "Anisotropy",
     "rank": "Directions in use",
@@ -27,9 +29,11 @@ GROUPS = {
     "paths": "Paths and maps",
     "gradients": "Gradients",
     "training": "Training",
+    "quality": "Quality",
     "tangent": "Tangent analysis",
     "other": "Other measures",
 }
+NO_ROWS = ("gradients", "training", "quality", "tangent")  # groups whose measures are not of rows alone
 
 # Where layers, width and the like may stand in a recipe, a provenance or the info of a probe.
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -123,8 +127,18 @@ def narrowed(one: Series, keep: Callable[[Record], bool]) -> Series:
 
 
 def plain(one: Series) -> Series:
-    """A series without what has figures of its own: the loss of the whole model, and the tangent analysis."""
-    return narrowed(one, lambda record: record.site != MODEL_SITE and not is_analysis(record.measure))
+    """A series without what has figures of its own: the whole model's loss, the tangent analysis, and quality."""
+    return narrowed(one, lambda r: not (r.site == MODEL_SITE or is_analysis(r.measure) or is_quality(r.measure)))
+
+
+def is_quality(measure: str) -> bool:
+    """Whether a name belongs to the battery of quality, which has a section of its own."""
+    return measure.startswith(QUALITY)
+
+
+def without_quality(one: Series) -> Series:
+    """A series without the battery of quality."""
+    return narrowed(one, lambda record: not is_quality(record.measure))
 
 
 def is_watched(one: Series) -> bool:
@@ -170,7 +184,7 @@ def slice_order(name: str) -> tuple[bool, str]:
 def glossary() -> dict[str, dict[str, str]]:
     """What each measure means, in words, by name; of rows of activations, and of rows of gradients."""
     known = dict(json.loads((resources.files("anisoscope.views") / "static" / "measures.json").read_text("utf-8")))
-    of_rows = [name for name, entry in known.items() if entry["group"] not in ("gradients", "training", "tangent")]
+    of_rows = [name for name, entry in known.items() if entry["group"] not in NO_ROWS]
     for name in of_rows:
         entry = known[name]
         known[f"gradient_{name}"] = entry | {
@@ -183,7 +197,12 @@ def glossary() -> dict[str, dict[str, str]]:
 
 @functools.cache
 def entry_of(name: str) -> dict[str, str]:
-    """The entry of a measure in the glossary; a number of the tangent analysis goes by what it is of any proxy."""
+    """The entry of a measure in the glossary; a number of the tangent analysis goes by what it is of any proxy.
+
+    A token some places back goes by what it is of any number of places, and a baseline by what it is of any label.
+    """
+    if is_quality(name):
+        return glossary().get("quality.baseline" if name.endswith(BASELINE) else _BACK.sub("token_back", name), {})
     parts = tangent(name)
     return glossary().get(name) or glossary().get(f"tangent.{parts.what}" if parts else "", {})
 
@@ -197,14 +216,32 @@ def measure_group(name: str) -> str:
 def measure_order(name: str) -> tuple[int, int, str]:
     """Sort key of measures: by group, then as the glossary lists them, then by name."""
     known = list(glossary())
-    return (list(GROUPS).index(measure_group(name)), known.index(name) if name in known else len(known), name)
+    at = known.index(own) if (own := _BACK.sub("token_back", name)) in known else len(known)
+    return (list(GROUPS).index(measure_group(name)), at, name)
 
 
 def measure_title(name: str) -> str:
     """The name of a measure for people."""
+    if is_quality(name):
+        return _quality_title(name)
     parts = tangent(name)
     title = entry_of(name).get("title", parts.what if parts else name)
     return f"{title} ({parts.title})" if parts else title
+
+
+def defined_name(name: str) -> str:
+    """How the definition of a measure is headed; one serves every proxy, every baseline and every number of places."""
+    parts = tangent(name)
+    if is_quality(name):
+        return f"…{BASELINE}" if name.endswith(BASELINE) else _BACK.sub("token_back_k", name)
+    return f"….{parts.what}" if parts else name
+
+
+def _quality_title(name: str) -> str:
+    own = name.removesuffix(BASELINE)
+    title, back = entry_of(own).get("title", own), _BACK.search(own)
+    title = title.replace(" k ", f" {back.group(1)} ") if back else title
+    return f"{title}, baseline" if own != name else title
 
 
 def is_stream(site: str) -> bool:
