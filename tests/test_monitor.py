@@ -272,6 +272,7 @@ def test_live_equals_post_hoc(name, probe, tmp_path):
     """The model saved at a probe's step, loaded again and run over the same tokens, has the same numbers."""
     loss = loss_of(name)
     names = (*DEFAULT_MEASURES, "turning_angle")
+    first = loss.inputs(probe), loss.inputs(batch_of(4, 9))
 
     def watch(model, optimizer):
         class Saving(Monitor):
@@ -280,13 +281,18 @@ def test_live_equals_post_hoc(name, probe, tmp_path):
                 if step == 2:
                     model.save_pretrained(tmp_path / "saved")
 
-        options = {"measures": names, "sites": ("resid.*",), "loss": loss, "strict": True}
+        with torch.no_grad():  # two dimensions and one position that are much larger than the others
+            start = model.transformer.wpe.weight if name == "gpt2" else model.bert.embeddings.LayerNorm.weight
+            start[..., [2, 5]] += 40.0 * start.std()
+            if name == "gpt2":
+                start[0] *= 3.0
+        options = {"measures": names, "sites": ("resid.*",), "loss": loss, "strict": True, "slices": SLICES}
         return Saving(model, probe=[probe, batch_of(4, 9)], schedule=every(2), run=tmp_path / "run", **options)
 
     train(name, watch)
     saved = type(build(name)).from_pretrained(tmp_path / "saved").eval()
     chunks, masks = {}, []
-    for batch in (loss.inputs(probe), loss.inputs(batch_of(4, 9))):
+    for batch in first:
         with torch.no_grad():
             out = saved(batch.ids, attention_mask=batch.mask.long(), output_hidden_states=True)
         masks.append(batch.mask)
@@ -297,10 +303,73 @@ def test_live_equals_post_hoc(name, probe, tmp_path):
             rows = torch.cat([s[m] for s, m in zip(states, masks, strict=True)])
             afterwards = measure(rows, DEFAULT_MEASURES) | measure(states, ["turning_angle"], mask=masks)
             for name_, expected in afterwards.items():
-                (live,) = reader.records(site=site, measure=name_, step=2)
+                (live,) = reader.records(site=site, measure=name_, step=2, slice="all")
                 assert live.estimate.value == pytest.approx(expected.value, rel=1e-6), (site, name_)
                 bars = live.estimate.stderr, expected.stderr
                 assert bars == (None, None) or bars[0] == pytest.approx(bars[1], rel=1e-4)
+            for where, cut, notes in posthoc_slices(rows, torch.cat([b.positions[b.mask] for b in first])):
+                found = {r.measure: r.estimate for r in reader.records(site=site, slice=where, step=2)}
+                assert set(found) == set(GLOBAL) if notes is not None else not found
+                for name_, expected in measure(cut, GLOBAL).items() if notes is not None else ():
+                    assert found[name_].value == pytest.approx(expected.value, rel=1e-6), (site, name_, where)
+                    assert found[name_].n == len(cut) and found[name_].notes[len(expected.notes) :] == notes
+                    bars = found[name_].stderr, expected.stderr
+                    assert bars == (None, None) or bars[0] == pytest.approx(bars[1], rel=1e-4)
+        assert reader.records(slice=SLICES[1], step=0) and reader.records(slice=SLICES[2], step=0)
+
+
+SLICES = ("all", "no position 0", "no massive dimensions")
+GLOBAL = ("spectral_ratio", "mean_cosine", "isoscore", "effective_rank")
+
+
+def posthoc_slices(rows, positions):
+    """Name, rows and notes of the slices beside all tokens, slowly; notes are None where the slice is everything."""
+    yield SLICES[1], torch.stack([row for row, at in zip(rows, positions, strict=True) if at > 0]), ()
+    size = [float(np.mean(np.square(column.double().numpy()))) for column in rows.T]
+    massive = [at for at, one in enumerate(size) if one > 100 * sorted(size)[(len(size) - 1) // 2]]
+    kept = [at for at in range(rows.shape[1]) if at not in massive]
+    note = f"without {len(massive)} of {rows.shape[1]} dimensions: {massive}"
+    yield SLICES[2], rows[:, kept], (note,) if massive else None
+
+
+def test_slices_cost_nothing_unless_asked_for_and_fail_in_their_place(probe):
+    def found(model, **options):
+        with Monitor(model, probe=probe, schedule=every(1), sites="resid.*", **options) as monitor:
+            monitor.step(0)
+        return monitor
+
+    assert {r.slice for r in found(build("gpt2"), strict=True).last.records} == {"all"}
+    sliced = found(build("gpt2"), slices="no position 0", strict=True)
+    assert sliced.describe()["slices"] == list(SLICES[:2]), "all tokens are told always"
+    assert {r.measure for r in sliced.last.records if r.slice == SLICES[1]} == set(GLOBAL)
+    assert sliced.latest("isoscore", "resid.1").n == probe.tokens
+    # No position 0 in the probe, no massive dimension in the model: such slices are all tokens, and are not told again.
+    later = type(probe)(probe.ids, probe.mask, probe.special, probe.positions + 1)
+    with Monitor(build("llama"), probe=later, schedule=every(1), slices=SLICES, strict=True) as monitor:
+        monitor.step(0)
+    assert {r.slice for r in monitor.last.records} == {"all"}
+    model = build("gpt2")
+    model.transformer.wpe.weight.data[1, 3] = math.inf
+    failed = {(f.measure, f.slice) for f in found(model, slices=SLICES).last.failures if f.site == "resid.0"}
+    assert {(name, where) for name in GLOBAL for where in SLICES} <= failed
+    with pytest.raises(UnknownNameError, match="did you mean 'no position 0'"):
+        found(build("gpt2"), slices=["no positoin 0"])
+    with pytest.raises(OptionError, match="global measures, and none is among two_nn"):
+        found(build("gpt2"), slices=SLICES, measures=["two_nn"])
+
+
+def test_the_latest_number_is_that_of_all_tokens(probe):
+    """Whatever slices an analysis gives first."""
+
+    def analysis(view):
+        return {
+            ("share", where): Estimate(value=v, stderr=None, n=3, method="m") for where, v in (("rare", 1), ("all", 2))
+        }
+
+    options = {"analyses": {"mine": analysis}, "sites": "resid.1", "measures": ["mean_cosine"], "strict": True}
+    with Monitor(build("gpt2"), probe=probe, schedule=every(1), **options) as monitor:
+        monitor.step(0)
+    assert monitor.latest("share", "resid.1").value == 2
 
 
 def test_gradient_numbers_are_those_of_backward(probe):

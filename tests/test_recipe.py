@@ -33,6 +33,7 @@ monitor: {tangent: {rank: 8}}
 
 def test_the_recipes_of_the_package_load():
     names = {"demo", "shape-of-learning", "tangent", "mask-ablation", "attention-ablation", "char-vs-bpe"}
+    names |= {"frequency", "regularizers", "zipf-languages"}
     assert names == set(recipe_names())
     for name in names:
         recipe = load_recipe(name)

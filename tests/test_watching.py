@@ -128,6 +128,7 @@ def test_a_resumed_schedule_knows_the_look_before():
         ({"schedule": {}}, "got nothing"),
         ({"schedule": {"wall_share": 2}}, "monitor.schedule.wall_share is 2; input should be less than 1"),
         ({"measures": ["two_n"]}, "monitor: unknown measure 'two_n'; did you mean 'two_nn'"),
+        ({"slices": "no massive dimension"}, "unknown slice 'no massive dimension'; did you mean 'no massive dim"),
         ({"gradients": "reeder"}, "unknown kind of gradient 'reeder'; did you mean 'reader'"),
         ({"tangent": {"proxies": ["seminfm"]}}, "unknown proxy 'seminfm'; did you mean 'seminmf'"),
         ({"tangent": {"rnk": 3}}, "unknown key monitor.tangent.rnk; did you mean 'rank'"),
@@ -229,6 +230,17 @@ def test_the_loss_of_a_look_is_that_of_the_objective(data):
     parts = probe_of(own, RECIPE.monitor, 7)
     assert [len(part.ids) for part in parts] == [7, 7, 7, 3]
     assert torch.equal(torch.cat([part.ids for part in parts]), own.probe(24).ids)
+
+
+def test_slices_of_a_recipe_are_in_its_looks(tmp_path, data):
+    recipe = only("decoder", monitor__slices="all, no position 0", monitor__tangent=False, optimisation__steps=4)
+    assert recipe.monitor.slices == ("all", "no position 0") and RECIPE.monitor.slices == ("all",)
+    run_study(recipe, tmp_path / "run", data=data)
+    found, failed = records(tmp_path / "run")
+    assert not failed
+    for step in looked(tmp_path / "run", "decoder"):
+        whole, cut = (found["decoder", step, "attn_in.0", "spectral_ratio", w] for w in ("all", "no position 0"))
+        assert whole.n == 24 * 16 and cut.n == 24 * 15 and whole.value != cut.value
 
 
 def test_seeds_have_cells_of_their_own(tmp_path, data):

@@ -42,6 +42,7 @@ from anisoscope.monitoring.views import Analysis, Look, OfModel
 from anisoscope.profiling import Findings
 from anisoscope.runs.store import RunWriter
 from anisoscope.schedule import Last, Schedule, every
+from anisoscope.slices import ALL
 from anisoscope.text.batches import Batch
 
 LOG = logging.getLogger("anisoscope.monitor")
@@ -62,6 +63,7 @@ class Monitor:
     optimiser's step. ``mode="ride"`` samples rows from the training step's own passes and runs none.
     ``gradients`` are the kinds to fetch (``activation``, ``reader``, ``writer``, ``embedding``, ``update``, and
     ``signal`` for dL/dy of readers); a ride has ``activation`` and ``update``. ``analyses`` are plugged in by name.
+    ``slices`` are what global measures are told of beside all tokens: "no position 0", "no massive dimensions".
     ``info`` is stored with every look, and what ``of_model`` gives at each is entered at site "model".
 
     Nothing that goes wrong in a look reaches the training: it is a failure in the store and in ``problems``. Bad
@@ -78,6 +80,7 @@ class Monitor:
         run: str | os.PathLike[str] | RunWriter | None = None,
         sites: str | Iterable[str] | None = None,
         measures: str | Iterable[str] = DEFAULT_MEASURES,
+        slices: str | Iterable[str] = ALL,
         gradient_measures: str | Iterable[str] = GRADIENT_MEASURES,
         gradients: str | Iterable[str] = ("activation",),
         analyses: Mapping[str, Analysis] | None = None,
@@ -104,7 +107,7 @@ class Monitor:
         self._extra_info, self._of_model = dict(info or {}), of_model
         self._whole, model = model, unwrapped(model)
         kinds = kinds_asked(gradients, analyses or {}, mode)
-        self._what = what_to_measure(measures, gradient_measures, analyses or {}, mode, seed)
+        self._what = what_to_measure(measures, gradient_measures, analyses or {}, mode, seed, slices)
         chosen = present(model, DEFAULT_SITES) if sites is None else sites
         self._plan, self._embeds = make_plan(model, chosen, kinds, self._what, mode=mode, vectors=vectors)
         self._batches: tuple[Batch, ...] = ()
@@ -139,6 +142,7 @@ class Monitor:
             "schedule": repr(self._schedule),
             "sites": [site.name for site in self._plan.sites],
             "measures": list(self._what.measures),
+            "slices": list(self._what.slices),
             "gradient_measures": list(self._what.gradient_measures),
             "gradients": sorted(self._plan.kinds),
             "analyses": list(self._what.analyses),
@@ -188,9 +192,9 @@ class Monitor:
             self._safely(f"at step {step}", lambda: self._look(step, tokens))
 
     def latest(self, measure: str, site: str = MODEL) -> Estimate | None:
-        """What the last look found, or None: for a line of progress."""
-        records = () if self.last is None else self.last.records
-        return next((one.estimate for one in records if (one.measure, one.site) == (measure, site)), None)
+        """What the last look found in all tokens, or None: for a line of progress."""
+        place, records = (measure, site, ALL), () if self.last is None else self.last.records
+        return next((one.estimate for one in records if (one.measure, one.site, one.slice) == place), None)
 
     @property
     def seconds_spent(self) -> float:

@@ -24,7 +24,7 @@ from anisoscope.measures.table import measure
 from anisoscope.monitoring.stacking import GRADIENT, Stacked, gradient_names, still_note
 from anisoscope.monitoring.views import Analysis, Look, MapView, Name, OfModel, SiteView
 from anisoscope.runs.records import Curve, Failure, Record
-from anisoscope.slices import ALL
+from anisoscope.slices import ALL, NO_POSITION_0, chosen_rows, gathered, kept_columns, massive_dimensions
 
 MODEL = "model"
 """Stands for the site of what belongs to the whole model, such as its loss."""
@@ -40,6 +40,13 @@ class What:
     gradient_measures: tuple[str, ...]
     analyses: Mapping[str, Analysis]
     seed: int
+    slices: tuple[str, ...] = (ALL,)
+
+    @property
+    def global_measures(self) -> tuple[str, ...]:
+        """Those that slices are measured with: neighbours and token paths are told of all tokens alone."""
+        needs = {name: lookup(name).needs() for name in self.measures}
+        return tuple(name for name, need in needs.items() if not (need.points or need.neighbors or need.turns))
 
 
 @dataclass
@@ -69,15 +76,15 @@ class Book:
         else:
             raise OptionError(f"{measure!r} gave {type(result).__name__}; give an Estimate or a Curve")
 
-    def fail(self, site: str, measure: str, error: Exception | str) -> None:
+    def fail(self, site: str, measure: str, error: Exception | str, where: str = ALL) -> None:
         """Enter that something was due and failed."""
         if self.strict:
             raise error if isinstance(error, Exception) else SiteError(error)
         words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        while not self._claim("result", site, measure, ALL):
+        while not self._claim("result", site, measure, where):
             measure = f"{measure} (failed)"
         place = {"run": self.run, "step": self.step, "cell": self.cell}
-        self.failures.append(Failure(**place, site=site, measure=measure, slice=ALL, error=words))  # type: ignore[arg-type]
+        self.failures.append(Failure(**place, site=site, measure=measure, slice=where, error=words))  # type: ignore[arg-type]
 
     def _claim(self, *place: str) -> bool:
         free = place not in self._taken
@@ -119,14 +126,72 @@ def _enter_views(book: Book, views: Sequence[SiteView], what: What) -> None:
         if views[0].x.device.type == "cuda"
         else Stacked()
     )
+    slices = [begin_slice(views, where, what.global_measures) for where in what.slices if where != ALL]
     together = {name: of_all(views) for name, one in what.analyses.items() if (of_all := _of_all(one)) is not None}
     states, gradients = stacked.finish()
+    sliced = [finish() for finish in slices]
     for view in views:
         _enter_states(book, view, what, states.get(view.site, {}))
+        for one in sliced:
+            _enter_slice(book, view.site, one, what)
         _enter_gradients(book, view, what, gradients.get(view.site))
         _enter_maps(book, view)
         for name, analysis in what.analyses.items():
             _enter_analysis(book, view, name, analysis, together.get(name))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One slice of all sites that have it: rows and notes by site, and what is known of them already."""
+
+    where: str
+    rows: Mapping[str, Tensor]
+    notes: Mapping[str, tuple[str, ...]]
+    known: Mapping[str, Mapping[str, Estimate]]
+
+
+def begin_slice(views: Sequence[SiteView], where: str, names: Sequence[str]) -> Callable[[], Slice]:
+    """Cut a slice out of every site; on a GPU the measures of all sites are begun together."""
+    cut = {view.site: found for view in views if (found := _cut(view, where)) is not None}
+    parts = [part for part, _ in cut.values()]
+    gpu = bool(parts) and parts[0].x.device.type == "cuda"
+    begun = Stacked.begin(parts, names, (), norm_of_squares) if gpu else Stacked()
+
+    def finish() -> Slice:
+        rows = {site: part.x for site, (part, _) in cut.items()}
+        return Slice(where, rows, {site: notes for site, (_, notes) in cut.items()}, begun.finish()[0])
+
+    return finish
+
+
+def _cut(view: SiteView, where: str) -> tuple[SiteView, tuple[str, ...]] | None:
+    """A slice of one site and what to say of it; None where it is all there is."""
+    if where == NO_POSITION_0:
+        keep = (view.positions != 0).cpu()
+        if bool(keep.all()):
+            return None
+        labels = {name: getattr(view, name)[keep] for name in ("ids", "positions", "sequences")}
+        return replace(view, x=chosen_rows(view.x, keep.to(view.x.device)), g=None, **labels), ()
+    if not bool(torch.isfinite(view.x).all()):
+        return replace(view, g=None), ()  # fails as all tokens do: an infinity is no massive dimension
+    massive = massive_dimensions(view.x)
+    if not len(massive):
+        return None
+    width = view.x.shape[1]
+    note = f"without {len(massive)} of {width} dimensions: {massive.tolist()[:8]}"
+    return replace(view, x=gathered(view.x, kept_columns(width, massive), 1), g=None), (note,)
+
+
+def _enter_slice(book: Book, site: str, one: Slice, what: What) -> None:
+    if site not in one.rows:
+        return
+    known = one.known.get(site, {})
+    names = [name for name in what.global_measures if name not in known]
+    for name, result in (dict(known) | _together(one.rows[site], names, what.seed)).items():
+        if isinstance(result, Estimate):
+            book.enter(site, (name, one.where), replace(result, notes=(*result.notes, *one.notes[site])))
+        else:
+            book.fail(site, name, result, one.where)
 
 
 OfAll: TypeAlias = Callable[[Sequence[SiteView]], Mapping[str, Mapping[Name, Estimate | Curve | Exception] | Exception]]

@@ -20,8 +20,10 @@ from anisoscope.models.sites import Site, discover, select
 from anisoscope.monitoring.looks import Plan, sequences_held
 from anisoscope.monitoring.measuring import What
 from anisoscope.monitoring.views import Analysis
+from anisoscope.slices import ALL, NO_MASSIVE, NO_POSITION_0
 from anisoscope.text.batches import Batch
 
+SLICES = (ALL, NO_POSITION_0, NO_MASSIVE)
 FEWEST_ROWS = 64
 """Below this no measure says anything about a layer."""
 
@@ -45,6 +47,7 @@ def what_to_measure(
     analyses: Mapping[str, Analysis],
     mode: str,
     seed: int,
+    slices: str | Iterable[str] = ALL,
 ) -> What:
     """The measures by name, all of them known."""
     names = (measures,) if isinstance(measures, str) else tuple(measures)
@@ -53,7 +56,13 @@ def what_to_measure(
         choose("measure", name, measure_names())
     for name in turning(of_gradients) or (turning(names) if mode == "ride" else ()):
         raise OptionError(f"{name} needs whole sequences of activations, which a ride or a gradient has not")
-    return What(names, of_gradients, dict(analyses), seed)
+    asked = (slices,) if isinstance(slices, str) else tuple(slices)
+    for name in asked:
+        choose("slice", name, SLICES)
+    what = What(names, of_gradients, dict(analyses), seed, tuple(one for one in SLICES if one == ALL or one in asked))
+    if len(what.slices) > 1 and not what.global_measures:
+        raise OptionError(f"slices are measured with global measures, and none is among {', '.join(names) or 'none'}")
+    return what
 
 
 def present(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:

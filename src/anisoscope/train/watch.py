@@ -11,6 +11,7 @@ from anisoscope.capture.gradients import KINDS as GRADIENTS
 from anisoscope.errors import choose
 from anisoscope.measures.table import measure_names
 from anisoscope.models.build import Count
+from anisoscope.slices import ALL, NO_MASSIVE, NO_POSITION_0
 from anisoscope.tangent.proxies import KINDS as PROXIES
 
 
@@ -109,6 +110,8 @@ class MonitorSpec(_Part):
     sites: Names | None = None
     """Patterns such as ``resid.*``; None is the residual stream, and the final norm where the model has one."""
     measures: Names = ("spectral_ratio", "mean_cosine", "isoscore", "effective_rank", "two_nn")
+    slices: Names = (ALL,)
+    """What global measures are told of: ``all``, ``no position 0`` and ``no massive dimensions``."""
     gradient_measures: Names = ("mean_cosine", "isoscore")
     gradients: Names = ("activation",)
     tangent: Annotated[TangentSpec | None, BeforeValidator(_on_or_off)] = None
@@ -120,6 +123,8 @@ class MonitorSpec(_Part):
     def _known(self) -> MonitorSpec:
         for name in (*self.measures, *self.gradient_measures):
             choose("measure", name, measure_names())
+        for name in self.slices:
+            choose("slice", name, (ALL, NO_POSITION_0, NO_MASSIVE))
         for name in self.gradients:
             choose("kind of gradient", name, GRADIENTS)
         return self

@@ -101,6 +101,7 @@ class Watcher:
             cell=self.cell,
             sites=self.spec.sites,
             measures=self.spec.measures,
+            slices=self.spec.slices,
             gradient_measures=self.spec.gradient_measures,
             gradients=self.spec.gradients,
             analyses=self._analyses,
