@@ -16,7 +16,7 @@ from torch import Tensor
 from anisoscope.errors import OptionError
 
 NEWTON_STEPS = 50
-GEODESIC_STEPS = 32  # Runge-Kutta steps between two lengths: their error is far below the rounding of a chord
+GEODESIC_STEPS = 16  # Runge-Kutta steps between two lengths: their error is far below the rounding of a chord
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,12 @@ class Ellipsoid(Shape):
         form = torch.einsum("nwa,w,nwb->nab", tangent, self.axes**-2, tangent)
         return Jet(x, tangent, -torch.einsum("nw,nab->nwab", normal / size[:, None], form))
 
+    def bend(self, x: Float[Tensor, "n w"], direction: Float[Tensor, "n w"]) -> Float[Tensor, "n w"]:
+        """As in `jet`, without a basis."""
+        gradient = x / self.axes**2
+        form = (direction / self.axes).square().sum(dim=1, keepdim=True)
+        return -form / gradient.square().sum(dim=1, keepdim=True) * gradient
+
     def geodesics(
         self, x: Float[Tensor, "n w"], direction: Float[Tensor, "n w"], lengths: Float[Tensor, "m"]
     ) -> Float[Tensor, "m n w"]:
@@ -204,6 +210,15 @@ class Graph(Shape):
         jacobian = torch.cat([eye, torch.einsum("mab,nb->nma", self.form, v)], dim=1)
         hessian = torch.cat([torch.zeros(self.dimension, *self.form.shape[1:], dtype=torch.float64), self.form])
         return chart_jet(x, jacobian, hessian.expand(len(v), -1, -1, -1))
+
+    def bend(self, x: Float[Tensor, "n w"], direction: Float[Tensor, "n w"]) -> Float[Tensor, "n w"]:
+        """The Hessian along the direction less its tangent part ``J (J^T J)^-1 J^T``, J the graph's Jacobian."""
+        v, w = x[:, : self.dimension], direction[:, : self.dimension]
+        slope = torch.einsum("mab,nb->nma", self.form, v)
+        height = torch.einsum("mab,na,nb->nm", self.form, w, w)
+        metric = torch.eye(self.dimension, dtype=torch.float64) + slope.transpose(1, 2) @ slope
+        along = torch.linalg.solve(metric, torch.einsum("nma,nm->na", slope, height))
+        return torch.cat([-along, height - torch.einsum("nma,na->nm", slope, along)], dim=1)
 
     def coordinates(self, x: Float[Tensor, "n w"]) -> Float[Tensor, "n d"]:
         """The tangent coordinates at the base."""

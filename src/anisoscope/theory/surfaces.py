@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anisoscope.errors import OptionError, unknown_name
+from anisoscope.errors import OptionError, choose, unknown_name
 from anisoscope.theory.shapes import Ellipsoid, Graph, Jet, Shape, SwissRoll, Veronese
 
 
@@ -130,6 +130,16 @@ class Surface:
 
 
 @dataclass(frozen=True)
+class ZipfTokens:
+    """Tokens of many types: which type each is, its tangent coordinates, and each type's frequency and spread."""
+
+    token: Int[Tensor, "n"]
+    coordinates: Float[Tensor, "n d"]
+    frequency: Float[Tensor, "types"]
+    spread: Float[Tensor, "types"]
+
+
+@dataclass(frozen=True)
 class ZipfClouds:
     """Tokens of many types in local clouds about one base; a type's spread follows its frequency."""
 
@@ -139,8 +149,8 @@ class ZipfClouds:
     spread: Float[Tensor, "types"]
 
 
-def zipf_clouds(
-    surface: Surface,
+def zipf_tokens(
+    dimension: int,
     n: int,
     *,
     types: int,
@@ -149,23 +159,28 @@ def zipf_clouds(
     spread: float,
     seed: int,
     sampling: str = "zipf",
-) -> ZipfClouds:
-    """Tokens whose type of rank r has frequency ``f ~ r^-exponent`` and spread ``sigma_f = spread * f^-contraction``.
+) -> ZipfTokens:
+    """Tokens whose type of rank r has frequency ``f = r^-exponent`` and spread ``sigma_f = spread * f^-contraction``.
 
     Frequencies are in units of the commonest type's, so ``spread`` is that of the commonest type. ``sampling``
     "uniform" draws every type equally often and keeps the spreads: what is left when frequency is taken away.
     """
     if types < 1 or n < 1:
         raise OptionError(f"Zipf clouds need tokens and types, got n={n} and types={types}")
-    if sampling not in ("zipf", "uniform"):
-        raise unknown_name("sampling", sampling, ("zipf", "uniform"))
+    choose("sampling", sampling, ("zipf", "uniform"))
     generator = torch.Generator().manual_seed(seed)
     frequency = torch.arange(1, types + 1, dtype=torch.float64) ** -exponent
     weight = frequency if sampling == "zipf" else torch.ones_like(frequency)
     token = torch.multinomial(weight, n, replacement=True, generator=generator)
     sigma = spread * frequency**-contraction
-    z = torch.randn(n, surface.dimension, generator=generator, dtype=torch.float64)
-    return ZipfClouds(surface.over(sigma[token, None] * z), token, frequency, sigma)
+    z = torch.randn(n, dimension, generator=generator, dtype=torch.float64)
+    return ZipfTokens(token, sigma[token, None] * z, frequency, sigma)
+
+
+def zipf_clouds(surface: Surface, n: int, *, seed: int, **options: Any) -> ZipfClouds:
+    """`zipf_tokens` as points of a surface, in clouds about its base; the options are those of `zipf_tokens`."""
+    found = zipf_tokens(surface.dimension, n, seed=seed, **options)
+    return ZipfClouds(surface.over(found.coordinates), found.token, found.frequency, found.spread)
 
 
 def kappa_squared(second: Float[Tensor, "n w d d"]) -> Float[Tensor, "n"]:
