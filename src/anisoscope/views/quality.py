@@ -12,6 +12,7 @@ from anisoscope.views.associations import LEAST_LOOKS, LEAST_UNITS, Association
 from anisoscope.views.layout import unique
 from anisoscope.views.panels import Table
 from anisoscope.views.quality_pairs import (
+    ACCURACY,
     Compared,
     Looks,
     Pair,
@@ -23,11 +24,18 @@ from anisoscope.views.quality_pairs import (
     read_trainings,
     stands,
 )
-from anisoscope.views.series import Series, measure_title
+from anisoscope.views.series import QUALITY, Series, measure_title
 from anisoscope.views.verdicts import listed
 
 MOST_TABLES = 4  # models whose looks get a table of their own
 MOST_NAMED = 4  # pairs that a sentence names
+FIXED = "\u00a0"  # a space at which no line breaks
+SHORT = {
+    "loss": "Loss",
+    ACCURACY: "Accuracy",
+    f"{QUALITY}casing": "Casing, next",
+    f"{QUALITY}word_start": "Word start, next",
+}
 
 
 def quality_words(series: Sequence[Series]) -> list[str]:
@@ -35,21 +43,12 @@ def quality_words(series: Sequence[Series]) -> list[str]:
     trainings = read_trainings(series)
     if not trainings:
         return []
-    said = [_looks_words(model, mine, trainings) for model, mine in by_model(trainings)]
-    said = [words for words in said if words]
-    if said:
-        said.insert(
-            0,
-            "Looks of one training follow each other, and whatever has a course over training correlates with whatever "
-            "else has one. So a correlation of levels proves nothing; the changes from look to look, without the "
-            "common course, are what is judged. Few looks show strong links only.",
-        )
-    said += _compared_words(compare(trainings), trainings)
-    said.append(
+    return [
+        *_looks_words([(model, mine, read_looks(mine)) for model, mine in by_model(trainings)]),
+        *_compared_words(compare(trainings)),
         "None of this says what moves what: geometry and quality both answer to the data, the optimiser and the time. "
-        "A cause needs a training in which the one is changed and the rest is not."
-    )
-    return said
+        "A cause needs a training in which the one is changed and the rest is not.",
+    ]
 
 
 def quality_tables(series: Sequence[Series]) -> list[Table]:
@@ -79,25 +78,42 @@ def _who(model: str, trainings: Sequence[Training]) -> str:
     return f"{model}: " if len({one.model for one in trainings}) > 1 else ""
 
 
-def _looks_words(model: str, mine: Sequence[Training], trainings: Sequence[Training]) -> str:
-    looks = read_looks(mine)
-    if not looks:
-        return ""
-    seen = [one for one in looks if stands(one.level, one.level_q)]
-    seeds = f" of {len(mine)} seeds" if len(mine) > 1 else ""
-    words = (
-        f"{_who(model, trainings)}over {looks[0].level.n // len(mine)} looks{seeds}, {len(seen)} of {len(looks)} pairs "
-        "of a geometry and a quality correlate in their levels, as if beyond chance"
+def _looks_words(models: Sequence[tuple[str, list[Training], list[Looks]]]) -> list[str]:
+    """What looks say: how many pairs correlate in their levels, and what is left of them in their changes."""
+    models = [one for one in models if one[2]]
+    if not models:
+        return []
+    several = len(models) > 1
+    seen = [
+        f"{sum(stands(one.level, one.level_q) for one in looks)} of {len(looks)}{f' ({model})' if several else ''}"
+        for model, _, looks in models
+    ]
+    said = [
+        "Looks of one training follow each other, and whatever has a course over training correlates with whatever "
+        "else has one. So a correlation of levels proves nothing; the changes from look to look, without the common "
+        "course, are what is judged. Few looks show strong links only.",
+        f"{listed(seen)} pairs of a geometry and a quality correlate in their levels, as if beyond chance.",
+    ]
+    judged = [(model, mine, looks) for model, mine, looks in models if looks[0].change is not None]
+    if not judged:
+        return [*said, f"Changes from look to look, which would tell more, need {LEAST_LOOKS} looks."]
+    seeds = any(len(mine) > 1 for _, mine, _ in judged)
+    course = "what the seeds have in common" if seeds else "a smooth course"
+    kept = {model: [one for one in looks if stands(one.change, one.change_q)] for model, _, looks in judged}
+    lost = sum(
+        stands(one.level, one.level_q) and not stands(one.change, one.change_q)
+        for _, _, looks in judged
+        for one in looks
     )
-    words = words if _who(model, trainings) else f"{words[:1].upper()}{words[1:]}"
-    if looks[0].change is None:
-        return f"{words}; the changes from look to look, which would tell more, need {LEAST_LOOKS} looks."
-    kept = [one for one in looks if stands(one.change, one.change_q)]
-    course = "what the seeds have in common" if len(mine) > 1 else "a smooth course"
-    words += f"; in the changes from look to look, without {course}, {_count(len(kept))} of {len(looks)}"
-    words += f": {_named([(one.pair, one.change) for one in kept if one.change])}." if kept else "."
-    trend = sum(not stands(one.change, one.change_q) for one in seen)
-    return words + (f" For {trend} of the {len(seen)} nothing beyond a common course was found." if trend else "")
+    found = [
+        f"{f'{model}: ' if several else ''}{_named([(one.pair, one.change) for one in mine if one.change])}"
+        for model, mine in kept.items()
+        if mine
+    ]
+    these = f"these do: {'; '.join(found)}" if found else "none do"
+    words = f"In the changes from look to look, without {course}, {these}."
+    rest = f" For {lost} of these correlations nothing beyond a common course was found." if lost else ""
+    return [*said[:-1], f"{said[-1]} {words}{rest}"]
 
 
 def _count(number: int) -> str:
@@ -111,7 +127,7 @@ def _named(found: Sequence[tuple[Pair, Association]]) -> str:
     return listed([*said, f"{more} more"] if more > 0 else said)
 
 
-def _compared_words(compared: Compared | None, trainings: Sequence[Training]) -> list[str]:
+def _compared_words(compared: Compared | None) -> list[str]:
     if compared is None:
         return ["One training can be compared with no other: it takes several models or seeds to do so."]
     runs, unit = len(compared.trainings), compared.unit
@@ -130,7 +146,7 @@ def _compared_words(compared: Compared | None, trainings: Sequence[Training]) ->
         said.append(
             f"Over {what} at their last look, {_count(len(kept))} of {len(compared.pairs)} pairs "
             f"{'correlates' if len(kept) == 1 else 'correlate'} after the Benjamini-Hochberg correction"
-            f"{': ' + found if kept else ''}."
+            f"{': ' + found if kept else _largest(compared)}."
         )
     inside = [one for one in compared.pairs if one.inside is not None]
     if inside and inside[0].inside is not None:
@@ -141,6 +157,14 @@ def _compared_words(compared: Compared | None, trainings: Sequence[Training]) ->
             f"{_count(len(kept))} of {len(inside)} {'does' if len(kept) == 1 else 'do'}{': ' + found if kept else ''}."
         )
     return said
+
+
+def _largest(compared: Compared) -> str:
+    known = [one for one in compared.pairs if one.over is not None and one.over.known]
+    if not known:
+        return ""
+    top = max(known, key=lambda one: abs(one.over.r) if one.over else 0.0)
+    return f"; the largest, {_named([(top.pair, top.over)] if top.over else [])}, has p = {top.over_q:.2g} after it"
 
 
 def _too_few(compared: Compared) -> str:
@@ -156,10 +180,10 @@ def _too_few(compared: Compared) -> str:
 def _between_tables(compared: Compared) -> list[Table]:
     tables = []
     runs, unit = len(compared.trainings), compared.unit
-    stars = "* p ≤ 5 % after Benjamini-Hochberg over the table."
+    stars = "middle and last: the layer. * p ≤ 5 % after Benjamini-Hochberg over the table."
     if any(one.over for one in compared.pairs):
         what = f"{compared.count} models, each the mean of its seeds" if unit == "model" else f"{runs} seeds"
-        caption = f"Over trainings, at their last look: {what}. Pearson's r (95 % interval), Spearman's ρ; {stars}"
+        caption = f"Over trainings, at their last look: {what}. Pearson's r, Spearman's ρ (95 % interval of r); {stars}"
         cells = [(one.pair, _interval_cell(one.over, one.over_q)) for one in compared.pairs]
         tables.append(_table("quality-over", caption, cells))
     if any(one.inside for one in compared.pairs):
@@ -176,9 +200,9 @@ def _table(key: str, caption: str, cells: Sequence[tuple[Pair, str]]) -> Table:
     return Table(
         key=key,
         caption=caption,
-        head=("Geometry", *(measure_title(name) for name in columns)),
+        head=("Geometry", *(SHORT.get(name, measure_title(name)) for name in columns)),
         rows=tuple(
-            (f"{measure_title(measure)}, {place}", *(words.get((measure, place, name), "") for name in columns))
+            (f"{measure_title(measure)}, {place.split()[0]}", *(words.get((measure, place, n), "") for n in columns))
             for measure, place in rows
         ),
     )
@@ -192,17 +216,20 @@ def _looks_cell(one: Looks) -> str:
         return level
     change = _signed(one.change.r) if one.change.known else "none"
     star = "*" if stands(one.change, one.change_q) else ""
-    return f"{level} → {change}{star} (ρ {_signed(one.change.rank)})"
+    numbers = f"{level} → {change}{star}".replace(" ", FIXED)
+    return f"{numbers} {f'(ρ of changes {_signed(one.change.rank)})'.replace(' ', FIXED)}"
 
 
 def _interval_cell(one: Association | None, q: float) -> str:
     if one is None or one.low is None or one.high is None:
         return "does not vary"
     star = "*" if stands(one, q) else ""
-    return f"{_signed(one.r)}{star} ({_signed(one.low)}…{_signed(one.high)}), ρ {_signed(one.rank)}"
+    # One place to break: the numbers on the first line, the interval on the second.
+    numbers = f"r {_signed(one.r)}{star}, ρ {_signed(one.rank)}".replace(" ", FIXED)
+    return f"{numbers} {f'({_signed(one.low)} to {_signed(one.high)})'.replace(' ', FIXED)}"
 
 
 def _signed(number: float) -> str:
-    """``−0.42`` with a true minus sign; ``0.00`` has none."""
+    """``−.42`` with a true minus sign, as correlations are written: they never reach 1; ``0`` has no sign."""
     words = f"{number:.2f}"
-    return words.replace("-", "−") if float(words) else "0.00"
+    return words.replace("-", "−").replace("0.", ".", 1) if float(words) else "0"
