@@ -16,6 +16,7 @@ from rich.progress import Progress
 from anisoscope import __version__
 from anisoscope.commands import data
 from anisoscope.commands import profile as looking
+from anisoscope.commands import theory as known
 from anisoscope.commands import train as training
 from anisoscope.errors import AnisoscopeError, OptionError
 
@@ -36,6 +37,7 @@ for command in (
     looking.compare,
     looking.report,
     looking.export,
+    known.theory,
 ):
     app.command()(command)
 

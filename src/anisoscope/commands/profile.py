@@ -206,11 +206,11 @@ def _go(
 
 def _show(console: Console, readers: list[RunReader]) -> None:
     """Layers by measures for each model, what its profiles look like, and what it cost."""
-    from anisoscope.views.series import read_series
+    from anisoscope.views.series import is_theory, read_series
     from anisoscope.views.summary import findings, read_profiles
     from anisoscope.views.tables import cost_line, layer_table
 
-    series = read_series(readers)
+    series = [one for one in read_series(readers) if not is_theory(one)]
     for one in series:
         if one.records:
             console.print(layer_table(one))

@@ -1,4 +1,4 @@
-"""Every experiment, by name. Modules are imported when they are asked for: the list is shown by commands that run none."""
+"""Every experiment, by name. Their modules are imported when the list is asked for, not before."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Visible curvature ``E|x_N|^2 / E|x_T|^2`` of a local cloud against its spread, and against token frequency.
 
 With normal tangent coordinates of spread sigma, ``E|x_T|^2 = d sigma^2`` and, to leading order,
-``E|x_N|^2 = d (d + 2) kappa^2 sigma^4 / 4``, so visible curvature is ``(d + 2) / 4 * (kappa sigma)^2``: slope 2 on log-log axes.
+``E|x_N|^2 = d (d + 2) kappa^2 sigma^4 / 4``, so visible curvature is ``(d + 2) / 4 * (kappa sigma)^2``: slope 2 on
+log-log axes.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from anisoscope.views.series import (
     GROUPS,
     STREAM,
     Series,
+    is_theory,
     is_watched,
     measure_group,
     measure_order,
@@ -75,7 +76,7 @@ CURVES: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 def build_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
     """Every figure that the records can fill, in the order of the report; seeds of one variant are pooled."""
-    series = pool_seeds([one for one in series if one.measured])
+    series = pool_seeds([one for one in series if one.measured and not is_theory(one)])
     quality = quality_figures(series)
     series = [without_quality(one) for one in series]
     shelves = [Shelf(one) for one in series if is_watched(one)]

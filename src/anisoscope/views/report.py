@@ -26,6 +26,7 @@ from anisoscope.views.series import (
     Series,
     defined_name,
     entry_of,
+    is_theory,
     is_watched,
     measure_order,
     measure_title,
@@ -44,6 +45,14 @@ from anisoscope.views.summary import (
     headline,
     p_words,
     read_profiles,
+)
+from anisoscope.views.theory import (
+    theory_facts,
+    theory_figures,
+    theory_findings,
+    theory_headline,
+    theory_tables,
+    theory_words,
 )
 from anisoscope.views.verdicts import (
     construction_words,
@@ -80,7 +89,7 @@ def write_report(
     if not any(one.records or one.curves or one.failures for one in series):
         names = ", ".join(run.name for run in readers)
         raise EmptyInputError(f"nothing was measured in {names}: no record, curve or failure to report")
-    built = build_figures(series)
+    built = (*theory_figures(series), *build_figures(series))
     page = render(series, built, sources=[_source(run) for run in readers], title=title)
     target = Path(target)
     with explained(target):
@@ -104,12 +113,15 @@ def render(
         import jinja2
     except ModuleNotFoundError:
         raise OptionError('a report needs jinja2, which is not installed: pip install "anisoscope[report]"') from None
-    shown = pool_seeds(series)
+    models = [one for one in series if not is_theory(one)]
+    shown = pool_seeds(models)
     rest = [plain(one) for one in shown]
     profiles = read_profiles(rest)
     measured = [one for one in shown if one.measured]
     training = [Shelf(one) for one in shown if is_watched(one)]
     tests = correct(shown)
+    words, tables = _words_and_tables(training, tests)
+    words, tables = theory_words(series) | words, theory_tables(series) | tables
     panels = [panel for figure in figures for panel in interactive.figure_json(figure)]
     rows, left_out = table_rows(series)
     values = sum(len(one.records) for one in series)
@@ -125,17 +137,17 @@ def render(
     template = environment.from_string(_static("report.html.j2"))
     failures = [(one.label, failure) for one in series for failure in one.failures]
     return template.render(
-        title=title or _title(measured or series),
-        headline=headline(series),
-        facts=_facts(measured or series),
-        findings=training_findings(training, tests) | findings(rest, profiles),
-        overs=_populations([*series, *shown]),
+        title=title or (_title(measured or models) if models else "Theory, as experiments"),
+        headline=headline(models) if models else theory_headline(series),
+        facts=_facts(measured or models) if models else theory_facts(series),
+        findings=training_findings(training, tests) | findings(rest, profiles) | theory_findings(series),
+        overs=_populations([*models, *shown]),
         shapes=_shape_rows(profiles, several=len(measured) > 1),
         tested=sum(profile.shape is not None for profile in profiles),
         comparison=comparison([one for one in rest if one.measured], profiles) if len(measured) > 1 else [],
         biased=any(p.measure in DIMENSIONS and p.highest.estimate.value > BIASED_ABOVE for p in profiles),
         several=len(series) > 1,
-        sections=build_sections(figures, *_words_and_tables(training, tests), training=bool(training)),
+        sections=build_sections(figures, words, tables, training=bool(training)),
         failures=failures[:MOST_FAILURES],
         more_failures=max(0, len(failures) - MOST_FAILURES),
         values=values,

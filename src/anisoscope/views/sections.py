@@ -57,7 +57,7 @@ def build_sections(
     number = 0
     found: dict[str, dict[str, Any]] = {}
     for figure in figures:
-        name = next(name for start, name in SECTIONS if figure.key.startswith(start))
+        name = next((name for start, name in SECTIONS if figure.key.startswith(start)), figure.title)
         name = RANKS if figure.key.endswith("ratio against rank") else name
         panels = []
         for panel in figure.panels:
@@ -86,7 +86,8 @@ def build_sections(
         section["shared"] = len({(figure.caption, figure.toggles, figure.shades) for figure in drawn}) == 1
         section["figures"].sort(key=lambda entry: entry["figure"].key.startswith("profiles-gradients"))
     order = list(dict.fromkeys((*(TRAINING_ORDER if training else ()), *(name for _, name in SECTIONS), RANKS)))
-    return sorted(found.values(), key=lambda section: order.index(section["name"]))
+    # Experiments with known answers have sections of their own names, in their own order, before everything else.
+    return sorted(found.values(), key=lambda section: order.index(section["name"]) if section["name"] in order else -1)
 
 
 def _section(found: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:

@@ -105,6 +105,8 @@ def read_series(runs: Iterable[RunReader]) -> list[Series]:
             mine = [record for record in records if record.cell == cell]
             last = info[-1] if info else {}
             variant, seed = last.get("variant"), last.get("seed")
+            if last.get("kind") == "theory":
+                facts["theory"] = last
             found.append(
                 Series(
                     label=label,
@@ -139,6 +141,11 @@ def is_quality(measure: str) -> bool:
 def without_quality(one: Series) -> Series:
     """A series without the battery of quality."""
     return narrowed(one, lambda record: not is_quality(record.measure))
+
+
+def is_theory(one: Series) -> bool:
+    """Whether a series is no model but an experiment with a known answer."""
+    return "theory" in one.facts
 
 
 def is_watched(one: Series) -> bool:
