@@ -34,7 +34,7 @@ class Ended:
     geometry: Mapping[str, float]
     """Means over the residual stream."""
     median_seconds: float | None
-    mean_seconds: float | None
+    processor_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def _looks(run: RunReader) -> Looks:
                 loss=here["loss"],
                 geometry={name: statistics.fmean(values) for name, values in here["geometry"].items()},
                 median_seconds=pace.get("median_seconds"),
-                mean_seconds=pace.get("mean_seconds"),
+                processor_seconds=pace.get("processor_seconds"),
             )
     return found
 
@@ -153,11 +153,11 @@ def difference(pairs: Mapping[int, tuple[Ended, Ended]], measure: str) -> Estima
     return over_seeds({seed: _value(mine, measure) - _value(base, measure) for seed, (mine, base) in pairs.items()})
 
 
-def slowdown(pairs: Mapping[int, tuple[Ended, Ended]], *, mean: bool = False) -> Estimate | None:
+def slowdown(pairs: Mapping[int, tuple[Ended, Ended]], *, processor: bool = False) -> Estimate | None:
     """How many times as long an update takes as the plain model's, seed by seed; None where no time was noted."""
     ratios = {}
     for seed, (mine, base) in pairs.items():
-        own, plain = ((one.mean_seconds if mean else one.median_seconds) for one in (mine, base))
+        own, plain = ((one.processor_seconds if processor else one.median_seconds) for one in (mine, base))
         if own and plain:
             ratios[seed] = own / plain
     return over_seeds(ratios) if ratios else None
@@ -195,9 +195,9 @@ def regularizer_tables(compared: Sequence[Compared]) -> list[Table]:
             Table(
                 key="regularizers",
                 caption=f"Held-out cross-entropy (nats) at the last look{of}, {several}; loss less plain {interval}. "
-                "Time: the median update over that of the plain model, looks left out; in brackets the same of means, which "
-                "hold what is done once in a while, such as fits of a proxy, and what else the machine did.",
-                head=("Model", "Regulariser", "Held-out loss", "Loss less plain", "Time of an update"),
+                "Time of an update against the plain model's, looks left out: the median by the clock, which other "
+                "work on the machine moves, and the mean of processor time, which says little where a GPU computes.",
+                head=("Model", "Regulariser", "Held-out loss", "Loss less plain", "Time", "Processor time"),
                 rows=tuple(_loss_rows(one)),
             )
         )
@@ -216,15 +216,15 @@ def regularizer_tables(compared: Sequence[Compared]) -> list[Table]:
 
 def _loss_rows(one: Compared) -> Iterable[tuple[str, ...]]:
     losses = over_seeds({seed: ended.loss for seed, ended in one.ended.items()})
-    yield one.plain, "none", _with_bar(losses), "", ""
+    yield one.plain, "none", _with_bar(losses), "", "", ""
     last = max(ended.step for ended in one.ended.values())
     for other in one.others:
         steps = sorted({mine.step for mine, _ in other.pairs.values()})
         when = "" if steps == [last] else f" (at step {', '.join(f'{step:,}' for step in steps)})"
         loss = over_seeds({seed: mine.loss for seed, (mine, _) in other.pairs.items()})
-        median, mean = slowdown(other.pairs), slowdown(other.pairs, mean=True)
-        time = "not noted" if median is None else f"× {median.value:.2f}" + (f" ({mean.value:.2f})" if mean else "")
-        yield other.name, other.words, _with_bar(loss) + when, _signed(difference(other.pairs, LOSS)), time
+        times = (slowdown(other.pairs), slowdown(other.pairs, processor=True))
+        cells = ("not noted" if one is None else f"× {_with_bar(one)}" for one in times)
+        yield other.name, other.words, _with_bar(loss) + when, _signed(difference(other.pairs, LOSS)), *cells
 
 
 def _geometry_rows(one: Compared) -> Iterable[tuple[str, ...]]:
@@ -285,7 +285,7 @@ def regularizer_figures(compared: Sequence[Compared]) -> tuple[Figure, ...]:
         )
         several = any(len(ended) > 1 for ended in models.values())
         bars = "Circles: one seed each. Diamonds: means over seeds, with 95 % intervals (Student's t) of each model on "
-        bars += "its own; differences from the plain model are paired, and narrower, in the table. "
+        bars += "its own; differences from the plain model, seed by seed, are in the table. "
         caption = (
             f"{bars if several else 'One seed, and no error bar. '}Geometry is the mean over the residual stream at "
             "the last look. A regulariser that costs nothing moves a point sideways; one that only hurts moves it up."
@@ -293,7 +293,9 @@ def regularizer_figures(compared: Sequence[Compared]) -> tuple[Figure, ...]:
         run = f" · {one.run}" if one.run else ""
         key = "regularizers" if len(compared) == 1 else f"regularizers-{number}"
         figures.append(
-            Figure(key=key, title=f"Loss against geometry{run}", caption=caption, panels=panels, toggles=toggles)
+            Figure(
+                key=key, title=f"Loss against geometry{run}", caption=caption, panels=panels, toggles=toggles, columns=2
+            )
         )
     return tuple(figures)
 

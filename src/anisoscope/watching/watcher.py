@@ -61,7 +61,7 @@ class Watcher:
         self._by_frequency: FrequencyLosses | None = None
         self._looked: list[int] = []
         self._middle = self._ratio = ""
-        self._took, self._began = list[float](), 0.0
+        self._took, self._began = list[tuple[float, float]](), (0.0, 0.0)
         # Stored with every look by reference: what stands in it at that moment is what the look says.
         self._pace: dict[str, float] = {}
 
@@ -129,7 +129,7 @@ class Watcher:
         """An update is about to begin; where its change of the weights is wanted they are copied now."""
         assert self.monitor is not None  # attached
         self.monitor.before_step(step, step * self._batch_tokens)
-        self._began = time.perf_counter()
+        self._began = time.perf_counter(), time.process_time()
 
     def after_backward(self, step: int) -> None:
         """Nothing: a look has a backward pass of its own."""
@@ -137,7 +137,8 @@ class Watcher:
     def after_step(self, step: int, loss: float, tokens: int) -> None:
         """Look if a look is due."""
         assert self.monitor is not None
-        self._took.append(time.perf_counter() - self._began)  # of the update alone: no look is in it
+        wall, processor = self._began  # of the update alone: no look is in it
+        self._took.append((time.perf_counter() - wall, time.process_time() - processor))
         self._losses[step] = loss
         self.monitor.step(step, tokens)
 
@@ -201,8 +202,11 @@ class Watcher:
         self._losses = {at: loss for at, loss in self._losses.items() if at > step}
         self._looked.append(step)
         if self._took:
-            middle, mean = statistics.median(self._took), statistics.fmean(self._took)
-            self._pace |= {"updates": len(self._took), "median_seconds": middle, "mean_seconds": mean}
+            wall, processor = zip(*self._took, strict=True)
+            # A busy machine stretches some updates: a median by the clock. The processor's time it does not, so that a
+            # mean can also tell what is done only now and then.
+            self._pace["median_seconds"] = statistics.median(wall)
+            self._pace["processor_seconds"] = statistics.fmean(processor)
         self._write_states(step)
         found: dict[Name, Estimate | Curve] = {} if self._accuracy is None else {**self._accuracy()}
         found |= {} if self._by_frequency is None else self._by_frequency()
