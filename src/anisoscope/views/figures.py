@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from anisoscope.runs.records import Record, layer_of, site_order
+from anisoscope.views.causal import causal_figures
 from anisoscope.views.construction import construction_figures, referee_figures
 from anisoscope.views.corrected import correct
 from anisoscope.views.frequency import frequency_figures
@@ -86,6 +87,7 @@ def build_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
         return (*geometry, *curves(series))
     figures = (
         *loss_figures(shelves),
+        *causal_figures(shelves),
         *geometry,
         *energy_figures(shelves, correct(series)),
         *frequency_figures(shelves),

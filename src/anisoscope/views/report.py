@@ -15,6 +15,8 @@ from anisoscope.runs.files import explained, replacing
 from anisoscope.runs.reader import RunReader
 from anisoscope.runs.records import Record
 from anisoscope.views import interactive, paper
+from anisoscope.views.causal import SECTION as FREQUENCY_SECTION
+from anisoscope.views.causal_words import causal_tables, causal_words
 from anisoscope.views.corrected import Tests, correct
 from anisoscope.views.figures import build_figures
 from anisoscope.views.panels import Figure, Table
@@ -168,12 +170,14 @@ def _words_and_tables(training: Sequence[Shelf], tests: Tests) -> tuple[dict[str
     """Sentences and small tables by the section they stand in."""
     found = verdicts(training)
     words = {
+        FREQUENCY_SECTION: causal_words(training),
         "Gradient energy along proxies": energy_words(training, tests),
         "What could be a construction": construction_words(training, tests),
         "The referee": referee_words(found),
         QUALITY: quality_words([shelf.series for shelf in training]),
     }
     tables = {
+        FREQUENCY_SECTION: causal_tables(training),
         "By token frequency": correlation_tables(training),
         "Drift of proxies": fact_tables(training),
         "The referee": referee_table(found),

@@ -12,6 +12,7 @@ QUALITY = "Geometry and quality"
 # The section of a figure, by how its key begins; the first that fits.
 SECTIONS = (
     ("loss", "Loss"),
+    ("causal", "Effect of token frequency"),
     ("profiles-gradients", "Gradients"),
     ("steps-gradients", "Gradients"),
     ("heatmaps-gradients", "Gradients"),
@@ -32,6 +33,7 @@ RANKS = "Energy ratio against rank"
 # A training is read from its loss on; how the layers of its last step look comes after how they came to be.
 TRAINING_ORDER = (
     "Loss",
+    "Effect of token frequency",
     "Over training",
     "Layer by step",
     "Layer profiles",

@@ -99,6 +99,7 @@ def read_series(runs: Iterable[RunReader]) -> list[Series]:
             info = [probe.info for probe in probes if probe.cell == cell]
             facts = find_facts([*info[-1:], run.provenance, run.recipe])
             facts.setdefault("date", next((p.began[:10] for p in probes if p.cell == cell), None))
+            facts["frequency"] = info[-1].get("frequency") if info else None
             if len(cells) > 1 and cell:
                 facts["model"] = cell
             label = name if len(cells) == 1 else cell or "no cell" if len(runs) == 1 else f"{name} · {cell}"

@@ -1,0 +1,264 @@
+"""The effect of token frequency in words and small tables: slopes over seeds, what they show and what they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from anisoscope.estimate import Estimate
+from anisoscope.views.causal import (
+    GEOMETRY,
+    METHODS,
+    PLAIN,
+    TIES,
+    Arm,
+    Place,
+    arms_of,
+    bins_of,
+    difference,
+    energy_measures,
+    lines_of_arms,
+    sites_of,
+    slope,
+    title_of,
+)
+from anisoscope.views.corrected import LEVEL
+from anisoscope.views.names import DISTANCES, MODEL_SITE
+from anisoscope.views.panels import Table
+from anisoscope.views.series import digits_of, interval_words
+from anisoscope.views.shelf import Shelf
+from anisoscope.views.verdicts import listed
+
+SHOWS: Mapping[str, str] = {
+    "loss": (
+        "Text, order of windows, initial weights and compute are equal in all models of one seed; only the weights of "
+        "targets in the loss differ. What moves with the exponent is therefore an effect of these weights. They "
+        "change two things at once: how much each type counts, and how noisy the gradient is"
+    ),
+    "resample": (
+        "Drawn windows change more than frequency: a window with many rare types is also about other things. A slope "
+        "here says that frequency or what comes with it in the text has an effect, not which of the two."
+    ),
+    "language": (
+        "Languages share vocabulary, shuffles and random draws. With the exponent their entropy and the number of "
+        "successors of a token change too, so a slope is the effect of the whole law and not of frequency alone; at "
+        "exponent 0 the bins of frequency part tokens by chance."
+    ),
+}
+NEVER = (
+    "It does not show that text with another exponent would do the same, nor anything about other sizes, texts or "
+    "lengths of training; and a slope is a straight line through a few exponents, whatever the curve."
+)
+
+
+@dataclass(frozen=True)
+class Slope:
+    """One slope with its p-value, adjusted over all slopes of the same method."""
+
+    place: Place
+    estimate: Estimate
+    adjusted: float | None
+
+    @property
+    def sure(self) -> bool:
+        """Whether it stays significant after the correction."""
+        return self.adjusted is not None and self.adjusted <= LEVEL
+
+
+def places_of(arms: Sequence[Arm]) -> list[Place]:
+    """Every number that the section speaks of."""
+    found = [Place(measure, site) for measure in (*GEOMETRY, *TIES) for site in sites_of(arms, measure)]
+    for measure in (*energy_measures(arms), *DISTANCES):
+        bins = bins_of(arms, measure)
+        found += [Place(measure, site, bin) for site in sites_of(arms, measure) for bin in (*bins[:1], *bins[-1:])]
+    bins = bins_of(arms, "loss")
+    found += [Place("loss", MODEL_SITE), *(Place("loss", MODEL_SITE, bin) for bin in (*bins[:1], *bins[-1:]))]
+    if all(arm.told.get("entropy_rate") is not None for arm in arms):
+        found.append(Place("loss", MODEL_SITE, excess=True))
+    return list(dict.fromkeys(found))
+
+
+def slopes_of(arms: Sequence[Arm], places: Sequence[Place]) -> dict[Place, Slope]:
+    """Slopes of one method with p-values after Benjamini and Hochberg; none of these where there is one seed."""
+    found = {place: value for place in places if (value := slope(arms, place)) is not None}
+    tested = [place for place, one in found.items() if one.stderr]
+    adjusted = dict(zip(tested, _corrected([found[place] for place in tested])))
+    return {place: Slope(place, one, adjusted.get(place)) for place, one in found.items()}
+
+
+def _corrected(estimates: Sequence[Estimate]) -> list[float]:
+    if not estimates:
+        return []
+    from scipy.special import stdtr  # here, not above: scipy is slow to import
+    from scipy.stats import false_discovery_control
+
+    p = [2 * float(stdtr(one.dof, -abs(one.value / one.stderr))) for one in estimates if one.stderr]
+    return [float(q) for q in false_discovery_control(p)]
+
+
+def causal_words(shelves: Sequence[Shelf]) -> list[str]:
+    """What was changed, what moved with it, and what that does and does not show."""
+    arms = arms_of(shelves)
+    if not arms:
+        return []
+    places, said = places_of(arms), []
+    for method, mine in lines_of_arms(arms).items():
+        if method != "placebo":
+            said.append(_changed(method, mine))
+            said += _moved(slopes_of(mine, places))
+    said += _placebo(arms, places)
+    shown = [SHOWS[method] for method in lines_of_arms(arms) if method in SHOWS]
+    if "loss" in lines_of_arms(arms):
+        has = any(arm.method == "placebo" for arm in arms)
+        more = "; the placebo has the same noise and no change of types, and tells the two apart." if has else "."
+        shown = [words + more if words == SHOWS["loss"] else words for words in shown]
+    return [*said, *shown, NEVER]
+
+
+def _changed(method: str, arms: Sequence[Arm]) -> str:
+    """Which exponents there are, and how far the ones asked for were reached."""
+    exponents = listed([f"{exponent:.3g}" for exponent in dict.fromkeys(arm.exponent for arm in arms)])
+    who = f"{METHODS[method][:1].upper()}{METHODS[method][1:]}: effective exponents {exponents}."
+    own = next((arm for arm in arms if arm.method == PLAIN), None)
+    if own is not None and isinstance(own.told.get("own_stderr"), float):
+        error = own.told["own_stderr"]
+        who += f" The text's own is {digits_of(own.exponent, error)} ± {error:.2g} (standard error over windows)."
+    short = [arm for arm in arms if arm.told.get("short")]
+    if short:
+        asked = listed([f"{arm.told['asked']:g}" for arm in short])
+        share = min(float(arm.told["effective_share"]) for arm in short)
+        who += (
+            f" Asked for were {asked}: further would leave fewer than {100 * share:.0f} % of the windows in effect."
+            if method == "resample"
+            else f" Asked for were {asked}, which the largest weight does not allow."
+        )
+    return who
+
+
+def _moved(slopes: Mapping[Place, Slope]) -> list[str]:
+    """The slopes of the geometry that the corrected test takes for real, and how many of all are."""
+    tested = [one for one in slopes.values() if one.adjusted is not None]
+    if not tested:
+        return ["One seed: slopes have no error bar, and nothing is decided."] if slopes else []
+    sure = [one for one in tested if one.sure]
+    noun = "slope" if len(tested) == 1 else "slopes"
+    seeds = tested[0].estimate.over
+    whole = f"{len(sure)} of {len(tested)} {noun} differ from 0 at 5 % after the Benjamini-Hochberg correction."
+    named = [one for one in sure if one.place.bin is None]
+    if not named:
+        return [whole]
+    each = [f"{_name(one.place)} by {_signed(one.estimate)}" for one in named]
+    return [f"{whole} One unit of exponent more changes {listed(each)} (95 % intervals over {seeds}, paired)."]
+
+
+def _placebo(arms: Sequence[Arm], places: Sequence[Place]) -> list[str]:
+    """Whether noise alone moves anything."""
+    plain = next((arm for arm in arms if arm.method == PLAIN), None)
+    said = []
+    for arm in (one for one in arms if one.method == "placebo" and plain is not None):
+        assert plain is not None
+        found = [(place, one) for place in places if (one := difference(arm, plain, place)) and one.stderr]
+        adjusted = _corrected([one for _, one in found])
+        sure = [(place, one) for (place, one), q in zip(found, adjusted) if q <= LEVEL]
+        if found:
+            each = [f"{_name(place)} by {_signed(one)}" for place, one in sure[:4]]
+            end = f": {listed(each)}" if each else ""
+            said.append(
+                f"{arm.label}: the weights of exponent {arm.told['asked']:g} dealt at random (effective share of "
+                f"targets {100 * float(arm.told['effective_share']):.0f} %) move {len(sure)} of {len(found)} numbers "
+                f"away from the plain model after correction{end}."
+            )
+    return said
+
+
+def causal_tables(shelves: Sequence[Shelf]) -> list[Table]:
+    """The arms with their loss, then every slope."""
+    arms = arms_of(shelves)
+    if not arms:
+        return []
+    places = places_of(arms)
+    return [_arm_table(arms), *_slope_table(arms, places)]
+
+
+def _arm_table(arms: Sequence[Arm]) -> Table:
+    loss = Place("loss", MODEL_SITE)
+    known = all(arm.told.get("entropy_rate") is not None for arm in arms)
+    rows = []
+    for arm in arms:
+        record = arm.at_end(loss)
+        own = None if record is None else record.estimate
+        error = arm.told.get("stderr")
+        asked = arm.told.get("asked")
+        row = [
+            arm.label,
+            METHODS.get(arm.method, "plain"),
+            "–" if asked is None else f"{asked:g}",
+            digits_of(arm.exponent, error) + (f" ± {error:.2g}" if isinstance(error, float) else " (exact)"),
+            f"{100 * float(arm.told['effective_share']):.0f} %",
+            "–" if own is None else _with_interval(own),
+        ]
+        if known:
+            rate = float(arm.told["entropy_rate"])
+            bar = arm.told.get("entropy_stderr")
+            row.append(digits_of(rate, bar) + (f" ± {bar:.2g}" if isinstance(bar, float) else ""))
+            row.append("–" if own is None else f"{own.value - rate:.3f}")
+        rows.append(tuple(row))
+    head = ("Model", "Method", "Exponent asked", "Reached", "Effective share", "Held-out loss (nats)")
+    caption = (
+        "The models. Exponents with one standard error over windows. Effective share: equal weights on so many of the "
+        "targets (or windows) would be as noisy. The held-out loss is without weights"
+        + (", and stands beside the entropy rate of the language, which no model can go below." if known else ".")
+    )
+    more = ("Entropy rate", "Excess") if known else ()
+    return Table(key="causal-arms", caption=caption, head=(*head, *more), rows=tuple(rows))
+
+
+def _slope_table(arms: Sequence[Arm], places: Sequence[Place]) -> list[Table]:
+    groups = {method: mine for method, mine in lines_of_arms(arms).items() if method != "placebo"}
+    found = {method: slopes_of(mine, places) for method, mine in groups.items()}
+    plain = next((arm for arm in arms if arm.method == PLAIN), None)
+    placebos = [arm for arm in arms if arm.method == "placebo" and plain is not None]
+    rows = []
+    for place in places:
+        cells = [_slope_words(found[method].get(place)) for method in groups]
+        for arm in placebos:
+            assert plain is not None
+            apart = difference(arm, plain, place)
+            cells.append("–" if apart is None else _signed(apart))
+        if any(cell != "–" for cell in cells):
+            where = "model" if place.site == MODEL_SITE else place.site
+            tokens = "all" if place.bin is None else "rarest" if place.bin[0] == 1 else "most frequent"
+            rows.append((title_of(place), where, tokens, *cells))
+    if not rows:
+        return []
+    head = ("Quantity", "Site", "Tokens", *(f"Slope, {METHODS[method]}" for method in groups))
+    caption = (
+        "Change for one unit of exponent: a least-squares line for each seed through the models of one method, with "
+        "the 95 % interval of the mean over seeds (Student's t). * differs from 0 at 5 % after the Benjamini-Hochberg "
+        "correction over the column." + (" Placebo: its difference from the plain model, paired." if placebos else "")
+    )
+    ends = tuple(f"{arm.label} minus plain" for arm in placebos)
+    return [Table(key="causal-slopes", caption=caption, head=(*head, *ends), rows=tuple(rows))]
+
+
+def _name(place: Place) -> str:
+    name = title_of(place)
+    name = name[:1].lower() + name[1:] if name[1:2].islower() else name
+    return name if place.site == MODEL_SITE else f"{name} at {place.site}"
+
+
+def _slope_words(one: Slope | None) -> str:
+    return "–" if one is None else _signed(one.estimate) + (" *" if one.sure else "")
+
+
+def _signed(estimate: Estimate) -> str:
+    """``+0.12 (0.05 … 0.19)``."""
+    value = digits_of(estimate.value, estimate.stderr)
+    sign = "" if value.startswith("-") else "+"
+    ends = interval_words(estimate)
+    return f"{sign}{value} ({ends})" if ends else f"{sign}{value} (no error bar)"
+
+
+def _with_interval(estimate: Estimate) -> str:
+    ends = interval_words(estimate)
+    return f"{digits_of(estimate.value, estimate.stderr)} ({ends})" if ends else f"{estimate.value:.3f}"
