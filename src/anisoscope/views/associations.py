@@ -68,7 +68,7 @@ def changes(a: Array, b: Array) -> Association:
     move more. Where changes of both series repeat or undo each other it grows by Bartlett's factor of lag one.
     """
     _check(a, b, LEAST_LOOKS)
-    u, v = (_without_course(np.diff(x, axis=1)) for x in (a, b))
+    u, v = (without_course(np.diff(x, axis=1)) for x in (a, b))
     looks = u.shape[1]
     dof = looks - 1 - (1 if len(a) > 1 else TREND + 1)
     size = math.sqrt(float((u * u).sum() * (v * v).sum()))
@@ -124,7 +124,8 @@ def _check(a: Array, b: Array, least: int) -> None:
         raise TooFewRowsError(f"a correlation here needs {least} points, got {a.shape[1]}")
 
 
-def _without_course(x: Array) -> Array:
+def without_course(x: Array) -> Array:
+    """Changes, a row a seed, without the mean over seeds at each look; of one seed without a smooth course."""
     if len(x) > 1:
         return x - x.mean(axis=0)
     at = np.linspace(-1.0, 1.0, x.shape[1])

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import numpy as np
 
-from anisoscope.views.associations import LEAST_LOOKS
+from anisoscope.views.associations import LEAST_LOOKS, without_course
 from anisoscope.views.layout import axis_title, unique
 from anisoscope.views.names import MODEL_SITE
 from anisoscope.views.panels import Axis, Figure, Line, Panel, Reference, Toggle
@@ -134,6 +134,7 @@ def _over_trainings(trainings: Sequence[Training]) -> tuple[Figure, ...]:
             caption=f"The pairs with the largest correlation over {unit}, at the last look of each training. The "
             "largest of many look large by chance too: the table says which stay after the correction.",
             panels=tuple(panels),
+            columns=2,
             toggles=tuple(
                 Toggle(kind="model", value=model, role=i, dash=None, on=True)
                 for i, model in enumerate(models)
@@ -155,12 +156,12 @@ def _over_looks(trainings: Sequence[Training]) -> tuple[Figure, ...]:
         if courses is None or courses[0].shape[1] < LEAST_LOOKS or one.change is None:
             continue
         for kind, r in (("levels", one.level.r), ("changes", one.change.r)):
-            a, b = courses if kind == "levels" else (np.diff(x, axis=1) for x in courses)
+            a, b = courses if kind == "levels" else (without_course(np.diff(x, axis=1)) for x in courses)
             lines = []
             for role, (training, x, y) in enumerate(zip(mine, a, b)):
                 words = [f"{training.label}\nlook {i + 1}\n{x[i]:.4g}, {y[i]:.4g}" for i in range(len(x))]
                 lines.append(_points(training.label, x, y, words, role, joined=kind == "levels"))
-            note = f"r = {r:.2f}".replace("-", "−") + (" without the common course" if kind == "changes" else "")
+            note = f"r = {r:.2f}".replace("-", "−") + ("" if kind == "levels" else " without the common course")
             panels.append(_panel(f"quality-{kind}-{number + 1}", one.pair, lines, note, kind))
     if not panels:
         return ()
@@ -169,8 +170,8 @@ def _over_looks(trainings: Sequence[Training]) -> tuple[Figure, ...]:
         Figure(
             key="quality-looks",
             title=f"Over looks{f' of {model}' if model else ''}",
-            caption="The pairs whose levels correlate most over training, and their changes from look to look beside "
-            "them. Lines follow the training; where the left panel is a line and the right one a cloud, both have a "
+            caption="The pairs whose levels correlate most over training, and beside them their changes from look to "
+            "look, without the course that seeds share. Lines follow the training; where the left panel is a line and the right one a cloud, both have a "
             "course over time and nothing else in common.",
             panels=tuple(panels),
             columns=2,
