@@ -7,8 +7,11 @@ Inputs ``x = (u, II(u,u)/2)`` with ``u = spread z`` and z standard normal; targe
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -83,20 +86,21 @@ class LinearTask:
         normal = ((self.normal_moment @ modes) * grown).square().sum()
         return float(tangent / (tangent + normal))
 
-    def turning_step(self, rate: float, most: int = 100_000) -> float:
-        """The step at which the gradient's tangent share falls through one half, interpolated on its log-odds."""
-        last = self.gradient_share(0, rate)
-        for step in range(1, most):
-            share = self.gradient_share(step, rate)
-            if share < 0.5 <= last:
-                above, below = _odds(last), _odds(share)
-                return step - 1 + above / (above - below)
-            last = share
-        return float(most)
+    def turning_step(self, rate: float, most: int = 1000) -> float:
+        """The step at which the gradient's tangent share falls through one half."""
+        return crossing_step([self.gradient_share(step, rate) for step in range(most)])
 
 
-def _odds(share: float) -> float:
-    return float(torch.logit(torch.tensor(share, dtype=torch.float64)))
+def crossing_step(shares: Sequence[float]) -> float:
+    """The first step, counted from 0, at which a share falls through one half, interpolated on its log-odds.
+
+    Infinite where it never does.
+    """
+    for step, (last, share) in enumerate(pairwise(shares), start=1):
+        if share < 0.5 <= last:
+            above, below = (math.log(one / (1 - one)) for one in (last, max(share, 1e-300)))
+            return step - 1 + above / (above - below)
+    return math.inf
 
 
 def least_share(cosine: float | Tensor, visible: float | Tensor) -> Tensor:
