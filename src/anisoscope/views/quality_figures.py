@@ -171,8 +171,8 @@ def _over_looks(trainings: Sequence[Training]) -> tuple[Figure, ...]:
             key="quality-looks",
             title=f"Over looks{f' of {model}' if model else ''}",
             caption="The pairs whose levels correlate most over training, and beside them their changes from look to "
-            "look, without the course that seeds share. Lines follow the training; where the left panel is a line and the right one a cloud, both have a "
-            "course over time and nothing else in common.",
+            "look, without the course that seeds share. Lines follow the training; where the left panel is a line and "
+            "the right one a cloud, both have a course over time and nothing else in common.",
             panels=tuple(panels),
             columns=2,
         ),
