@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ("errors", "estimate"),
     ("axes", "rows", "runs"),
-    ("stats", "text", "views"),
+    ("kernels", "stats", "text", "views"),
     ("distributed", "measures", "models"),
     ("capture", "schedule", "slices", "tangent", "train"),
     ("engines", "sampling", "theory"),

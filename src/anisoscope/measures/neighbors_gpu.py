@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from anisoscope.measures.found import Found
+from anisoscope.measures.neighbors_fused import can_fuse, search_fused
 from anisoscope.measures.plan import scale_of
 from anisoscope.measures.search import SPARE, Neighbors, neighbors_of
 
 TILE_CELLS = 1 << 26  # bounds held at a time: a quarter of a gigabyte in float32
 GROUP = 128  # columns whose least bound stands for them in the first look
+MENDED = 512  # rows searched again without asking whether there are so many
 PAIR_CELLS = 1 << 25  # differences held at a time, float64
 
 
@@ -46,15 +48,6 @@ def full_precision(device: torch.device) -> Iterator[None]:
         if plain is not None:
             torch.set_float32_matmul_precision(plain)
         own.fp32_precision, other.fp32_precision = before
-
-
-@dataclass(frozen=True)
-class Found:
-    """Distances to the nearest rows and their numbers, float64 by differences, and which rows are certain."""
-
-    distances: Float[Tensor, "n k"]
-    indices: Int[Tensor, "n k"]
-    settled: Bool[Tensor, "n"]
 
 
 def search(
@@ -128,8 +121,19 @@ def nearest_by_tiles(rows: Float[Tensor, "n d"], k: int) -> Neighbors:
     """The ``k`` nearest other rows of every row, exact in float64, ties in any order."""
     with full_precision(rows.device):
         scale = scale_of(rows)
-        found = search(rows, k, scale)
+        found = search_fused(rows[None], k, scale)[0] if can_fuse(rows, k) else search(rows, k, scale)
         return settle(rows, k, scale, found)
+
+
+def mended(rows: Float[Tensor, "n d"], k: int, scale: float, found: Found) -> Found:
+    """Some rows that are not certain, at most MENDED of them, searched again in float64; asks nothing of the device."""
+    doubtful = (~found.settled).byte().topk(min(MENDED, len(rows)), sorted=False).indices
+    again = search(rows, k, scale, anchors=doubtful, dtype=torch.float64)
+    return Found(
+        found.distances.index_copy(0, doubtful, again.distances),
+        found.indices.index_copy(0, doubtful, again.indices),
+        found.settled.index_copy(0, doubtful, again.settled),
+    )
 
 
 def settle(rows: Float[Tensor, "n d"], k: int, scale: float, found: Found) -> Neighbors:

@@ -28,6 +28,7 @@ STACKED = ("spectral_ratio", "mean_cosine", "isoscore", "effective_rank", "two_n
 
 SAFE = (1e-15, 1e15)  # lengths of rows whose squares stay in float32
 ORDINARY = (1e-6, 1e6)
+WIDE_CELLS = 1 << 27  # held as float64 at a time
 EPS = torch.finfo(torch.float64).eps
 
 Finish = Callable[[], list[dict[str, Estimate] | None]]
@@ -41,17 +42,16 @@ def begin(rows: Sequence[Float[Tensor, "n d"]], names: Sequence[str]) -> Finish:
     n, width = rows[0].shape
     if n <= max(width, 512) or width < 2 or rows[0].dtype != torch.float32:
         return lambda: [None] * len(rows)
-    table: dict[str, Tensor] = {}
-    sizes = torch.stack([torch.stack(one.aminmax()) for one in rows]).abs().amax(dim=1)
-    table["size"] = sizes
-    neighbours = begin_two_nn(rows) if "two_nn" in names else None
+    stack = torch.stack(list(rows))
+    table: dict[str, Tensor] = {"size": torch.stack(torch.aminmax(stack.flatten(1), dim=1)).abs().amax(dim=0)}
     spectral = any(name in names for name in ("spectral_ratio", "effective_rank", "isoscore"))
-    sums = _Sums.of(rows, directions="mean_cosine" in names) if spectral or "mean_cosine" in names else None
+    sums = _Sums.of(stack, directions="mean_cosine" in names) if spectral or "mean_cosine" in names else None
     later = None
     if sums is not None and any(name in names for name in ("spectral_ratio", "effective_rank")):
         # What is not finite would end the decomposition of all sites: such sites get the identity, and are left out.
         good = torch.isfinite(sums.covariance).all(dim=2).all(dim=1)[:, None, None]
-        later = eigh_later(torch.where(good, sums.covariance, torch.eye(width, device=rows[0].device).double()))
+        later = eigh_later(torch.where(good, sums.covariance, torch.eye(width, device=stack.device).double()))
+    neighbours = begin_two_nn(stack) if "two_nn" in names else None
 
     def finish() -> list[dict[str, Estimate] | None]:
         if sums is not None:
@@ -86,27 +86,15 @@ class _Sums:
     cosines: dict[str, Tensor]
 
     @classmethod
-    def of(cls, rows: Sequence[Float[Tensor, "n d"]], *, directions: bool) -> _Sums:
-        (n, width), device, sites = rows[0].shape, rows[0].device, len(rows)
-        groups, length, _ = spread_runs(rows[0], n).blocks.shape
-        mean = torch.empty(sites, width, dtype=torch.float64, device=device)
-        scatter = torch.empty(sites, width, width, dtype=torch.float64, device=device)
-        fourth = torch.empty(sites, dtype=torch.float64, device=device)
-        some = torch.empty(sites, groups * length, width, device=device)
-        cosines: list[dict[str, Tensor]] = []
-        for site, one in enumerate(rows):
-            wide = one.double()
-            if directions:
-                cosines.append(_cosines(one, wide))
-            torch.mean(wide, dim=0, out=mean[site])
-            wide = wide.sub_(mean[site]) if not directions else wide - mean[site]
-            torch.mm(wide.T, wide, out=scatter[site])
-            radius2 = wide.square().sum(dim=1)
-            fourth[site] = radius2 @ radius2
-            some[site] = spread_runs(wide, n).rows
+    def of(cls, rows: Float[Tensor, "s n d"], *, directions: bool) -> _Sums:
+        _, n, width = rows.shape
+        step = max(1, WIDE_CELLS // (n * width))
+        parts = [_sums(some, directions=directions) for some in rows.split(step)]
+        joined = {name: torch.cat([one[name] for one in parts]) for name in parts[0]}
+        mean, scatter, fourth, some = (joined.pop(name) for name in ("mean", "scatter", "fourth", "rows"))
         covariance = scatter / (n - 1)
         total = covariance.diagonal(dim1=1, dim2=2).sum(dim=1)
-        joined = {name: torch.stack([each[name] for each in cosines]) for name in (cosines[0] if cosines else ())}
+        groups = spread_runs(rows[0], n).blocks.shape[0]
         return cls(n, mean, covariance, total, fourth, some, groups, joined)
 
     def means(self, influence: Float[Tensor, "s m"]) -> Float[Tensor, "s g"]:
@@ -120,25 +108,47 @@ class _Sums:
         return found | self.cosines
 
 
-def _cosines(rows: Float[Tensor, "n d"], wide: Float[Tensor, "n d"]) -> dict[str, Tensor]:
+def _sums(rows: Float[Tensor, "s n d"], *, directions: bool) -> dict[str, Tensor]:
+    """Of a few sites, whose rows fit into memory twice as float64."""
+    wide = rows.double()
+    found = _cosines(rows, wide) if directions else {}
+    mean = wide.mean(dim=1)
+    wide = wide.sub_(mean[:, None])
+    radius2 = wide.square().sum(dim=2)
+    return found | {
+        "mean": mean,
+        "scatter": wide.mT @ wide,
+        "fourth": radius2.square().sum(dim=1),
+        "rows": _runs(wide).flatten(1, 2).float(),
+    }
+
+
+def _runs(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s g l d"]:
+    """``spread_runs`` of each site."""
+    n = rows.shape[1]
+    groups, length, _ = spread_runs(torch.empty(n, 0), n).blocks.shape
+    stride = n // groups
+    return rows[:, : groups * stride].unflatten(1, (groups, stride))[:, :, :length]
+
+
+def _cosines(rows: Float[Tensor, "s n d"], wide: Float[Tensor, "s n d"]) -> dict[str, Tensor]:
     """Of ``mean_cosine``: the squared sum of unit rows, projections on it by block, and the spread of some cosines."""
-    n = len(rows)
-    length = torch.linalg.vector_norm(rows, dim=1)
-    total = length.reciprocal().double() @ wide
-    blocks = spread_runs(rows, n).blocks
-    lengths = spread_runs(length[:, None], n).blocks[:, :, 0]
-    along = (blocks @ total.float()) / lengths
-    some = blocks[:, :: max(1, lengths.numel() // 256)].flatten(0, 1)
-    some = some / torch.linalg.vector_norm(some, dim=1, keepdim=True)
-    gram = (some @ some.T).double()
-    pairs = len(gram) * (len(gram) - 1)
-    mean = (gram.sum() - gram.trace()) / pairs
-    spread = (gram - mean).square()
+    length = torch.linalg.vector_norm(rows, dim=2)
+    total = (length.reciprocal().double()[:, None] @ wide)[:, 0]
+    blocks, lengths = _runs(rows), _runs(length[:, :, None])[:, :, :, 0]
+    along = (blocks @ total.float()[:, None, :, None])[:, :, :, 0] / lengths
+    some = blocks[:, :, :: max(1, lengths[0].numel() // 256)].flatten(1, 2)
+    some = some / torch.linalg.vector_norm(some, dim=2, keepdim=True)
+    gram = (some @ some.mT).double()
+    pairs = gram.shape[1] * (gram.shape[1] - 1)
+    trace = gram.diagonal(dim1=1, dim2=2).sum(dim=1)
+    mean = (gram.sum(dim=(1, 2)) - trace) / pairs
+    spread = (gram - mean[:, None, None]).square()
     return {
-        "cosine": total @ total,
-        "along": along.double().mean(dim=1),
-        "pairs": (spread.sum() - spread.diagonal().sum()) / (pairs - 1),
-        "length": torch.stack(length.aminmax()),
+        "cosine": total.square().sum(dim=1),
+        "along": along.double().mean(dim=2),
+        "pairs": (spread.sum(dim=(1, 2)) - spread.diagonal(dim1=1, dim2=2).sum(dim=1)) / (pairs - 1),
+        "length": torch.stack(torch.aminmax(length, dim=1), dim=1),
     }
 
 

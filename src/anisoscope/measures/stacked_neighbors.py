@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,66 +15,92 @@ from torch import Tensor
 from anisoscope.estimate import Estimate
 from anisoscope.measures.dimension import FACCO_KEPT
 from anisoscope.measures.later import beside, fetched, side_stream
-from anisoscope.measures.neighbors_gpu import search, settle
+from anisoscope.measures.neighbors_fused import can_fuse, search_fused
+from anisoscope.measures.neighbors_gpu import mended, search, settle
 from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES, Bar, fields
 
+SUBSAMPLED_CELLS = 1 << 27
 MIN_ROWS = 64  # of a subsample, as ``two_nn`` asks for
 
 
-def begin_two_nn(rows: Sequence[Float[Tensor, "n d"]]) -> Callable[[], list[Estimate | None]]:
+def begin_two_nn(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | None]]:
     """Begin the searches of rows of ordinary size; the function returned gives each estimate, or None where the plain
     measure should be asked. All of it runs beside what comes next on the current stream."""
-    stream = side_stream(rows[0].device)
+    stream = side_stream(rows.device)
     with beside(stream):
-        kept, table = _searched(rows)
+        copies, clash = _copies(rows)
+        searched = list(_searched(rows, copies.cpu().numpy(), clash.cpu().tolist()))
 
     def finish() -> list[Estimate | None]:
         with beside(stream):
+            table = {f"{at} {name}": value for at, one in enumerate(searched) for name, value in one.table.items()}
             numbers = fetched(table) if table else {}
-            return [_estimate(site, points, len(rows[site]), numbers) for site, points in enumerate(kept)]
+            found: list[Estimate | None] = [None] * len(rows)
+            for at, one in enumerate(searched):
+                for place, site in enumerate(one.sites):
+                    here = {name: numbers[f"{at} {name}"][place] for name in one.table}
+                    found[site] = _estimate(one.points[place], rows.shape[1], here)
+            return found
 
     return finish
 
 
-def _searched(rows: Sequence[Float[Tensor, "n d"]]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Rows without copies, and what is to be fetched of each site, by its number."""
-    flags = [_copies(one) for one in rows]
-    copies = torch.stack([flag for flag, _ in flags]).cpu().numpy()
-    same = torch.stack([clash for _, clash in flags]).cpu().tolist()
-    kept: list[Tensor] = []
-    table: dict[str, Tensor] = {}
-    for site, one in enumerate(rows):
-        few = copies[site].any()
-        points = one[torch.from_numpy(np.flatnonzero(~copies[site])).to(one.device)] if few else one
-        kept.append(points)
-        if same[site] or len(points) < 8 * MIN_ROWS:
+@dataclass(frozen=True)
+class _Searched:
+    """Sites with equally many rows once copies are gone, and what is to be fetched of them."""
+
+    sites: Sequence[int]
+    points: Float[Tensor, "s n d"]
+    table: dict[str, Tensor]
+
+
+def _searched(
+    rows: Float[Tensor, "s n d"], copies: Bool[np.ndarray, "s n"], clash: Sequence[bool]
+) -> Iterator[_Searched]:
+    """Sites without copies together, the others one by one."""
+    good = [site for site in range(len(rows)) if not clash[site]]
+    whole = [site for site in good if not copies[site].any()]
+    parts = [(whole, rows if len(whole) == len(rows) else rows[whole])] if whole else []
+    for site in good:
+        if site not in whole:
+            kept = torch.from_numpy(np.flatnonzero(~copies[site])).to(rows.device)
+            parts.append(([site], rows[site].index_select(0, kept)[None]))
+    for sites, points in parts:
+        if points.shape[1] < 8 * MIN_ROWS:
             continue
-        found = search(points, 2, 1.0)
-        table |= {f"{site} {name}": value for name, value in _fitted(points, found.distances).items()}
-        table[f"{site} unsettled"] = (~found.settled).sum()[None]
-        table[f"{site} bars"] = _subsamples(points)
-    return kept, table
+        if can_fuse(points[0], 2):
+            found = [
+                mended(one, 2, 1.0, first) for one, first in zip(points, search_fused(points, 2, 1.0), strict=True)
+            ]
+        else:
+            found = [search(one, 2, 1.0) for one in points]
+        table = _fitted(torch.stack([one.distances for one in found]))
+        table["unsettled"] = torch.stack([(~one.settled).sum() for one in found])
+        # A few sites at a time: their subsamples are float64, and so are all distances inside them.
+        step = max(1, SUBSAMPLED_CELLS // points[0].numel())
+        table["bars"] = torch.cat([_subsamples(some) for some in points.split(step)])
+        yield _Searched(sites, points, table)
 
 
-def _estimate(site: int, points: Tensor, n: int, numbers: Mapping[str, np.ndarray]) -> Estimate | None:
-    here = {name.split(" ", 1)[1]: value for name, value in numbers.items() if name.startswith(f"{site} ")}
-    if here and int(here["unsettled"][0]) and np.isfinite(here["sums"]).all():
+def _estimate(points: Float[Tensor, "m d"], n: int, here: dict[str, np.ndarray]) -> Estimate | None:
+    if int(here["unsettled"]) and np.isfinite(here["sums"]).all():
         # Few rows, as a rule: they are searched again in float64.
         certain = settle(points, 2, 1.0, search(points, 2, 1.0))
-        here |= fetched(_fitted(points, certain.distances))
-    return _told(here, len(points), n - len(points)) if here else None
+        here |= {name: value[0] for name, value in fetched(_fitted(certain.distances[None])).items()}
+    return _told(here, len(points), n - len(points))
 
 
-def _copies(rows: Float[Tensor, "n d"]) -> tuple[Bool[Tensor, "n"], Bool[Tensor, ""]]:
+def _copies(rows: Float[Tensor, "s n d"]) -> tuple[Bool[Tensor, "s n"], Bool[Tensor, "s"]]:
     """Which rows are copies of earlier ones, and whether two different rows have one code, as ``distinct_rows``."""
     bits = (rows + 0.0).view(torch.int64 if rows.dtype == torch.float64 else torch.int32).long()
-    code = bits.mul_(_weights(rows.shape[1], str(rows.device))).sum(dim=1)
-    code, order = code.sort(stable=True)
-    suspect = code[1:] == code[:-1]
-    equal = (rows[order[1:]] == rows[order[:-1]]).all(dim=1)
-    copy = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-    copy[order[1:]] = suspect & equal
-    return copy, (suspect & ~equal).any()
+    code = bits.mul_(_weights(rows.shape[2], str(rows.device))).sum(dim=2)
+    code, order = code.sort(dim=1, stable=True)
+    suspect = code[:, 1:] == code[:, :-1]
+    site = torch.arange(len(rows), device=rows.device)[:, None]
+    equal = (rows[site, order[:, 1:]] == rows[site, order[:, :-1]]).all(dim=2)
+    copy = torch.zeros(rows.shape[:2], dtype=torch.bool, device=rows.device)
+    copy.scatter_(1, order[:, 1:], suspect & equal)
+    return copy, (suspect & ~equal).any(dim=1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -82,11 +109,11 @@ def _weights(width: int, device: str) -> Int[Tensor, "d"]:
     return (2 * weights + 1).to(device)
 
 
-def _fitted(points: Float[Tensor, "n d"], distances: Float[Tensor, "n two"]) -> dict[str, Tensor]:
-    """The two sums behind the slope of ``facco``, and whether every row has a ratio."""
-    near, far = distances.T
-    ratios = (far / near).log().sort().values
-    return {"sums": _slope_sums(ratios[None])[0], "least": near.min()[None]}
+def _fitted(distances: Float[Tensor, "s n two"]) -> dict[str, Tensor]:
+    """The two sums behind the slope of ``facco`` of each site, and whether every row has a ratio."""
+    near, far = distances.unbind(dim=2)
+    ratios = (far / near).log().sort(dim=1).values
+    return {"sums": _slope_sums(ratios), "least": near.amin(dim=1)}
 
 
 def _slope_sums(ratios: Float[Tensor, "b m"]) -> Float[Tensor, "b two"]:
@@ -97,10 +124,9 @@ def _slope_sums(ratios: Float[Tensor, "b m"]) -> Float[Tensor, "b two"]:
     return torch.stack([x @ y, x.square().sum(dim=1)], dim=1)
 
 
-def _subsamples(points: Float[Tensor, "n d"]) -> Float[Tensor, "b three"]:
+def _subsamples(points: Float[Tensor, "s n d"]) -> Float[Tensor, "s b three"]:
     """The same sums of disjoint runs of rows, and the least distance met in each."""
-    parts, _ = _runs(points)
-    x = parts.double()
+    x = _runs(points).flatten(0, 1).double()
     x = x - x.mean(dim=1, keepdim=True)
     size = torch.linalg.vector_norm(x, dim=2).square_()
     d2 = torch.baddbmm(size[:, :, None] + size[:, None, :], x, x.transpose(1, 2), alpha=-2)
@@ -110,16 +136,17 @@ def _subsamples(points: Float[Tensor, "n d"]) -> Float[Tensor, "b three"]:
     there = x.gather(1, near.flatten(1)[:, :, None].expand(-1, -1, x.shape[2])).unflatten(1, near.shape[1:])
     distances = torch.linalg.vector_norm(x[:, :, None] - there, dim=3).sort(dim=2).values
     ratios = (distances[:, :, 1] / distances[:, :, 0]).log().sort(dim=1).values
-    return torch.cat([_slope_sums(ratios), distances[:, :, 0].amin(dim=1, keepdim=True)], dim=1)
+    found = torch.cat([_slope_sums(ratios), distances[:, :, 0].amin(dim=1, keepdim=True)], dim=1)
+    return found.unflatten(0, (len(points), -1))
 
 
-def _runs(points: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "b l d"], int]:
-    """As ``subsample_bars`` cuts them, and rows in each."""
-    n = len(points)
+def _runs(points: Float[Tensor, "s n d"]) -> Float[Tensor, "s b l d"]:
+    """As ``subsample_bars`` cuts them."""
+    n = points.shape[1]
     blocks = min(SUBSAMPLES, n // MIN_ROWS)
     stride = n // blocks
     length = min(max(SUBSAMPLE_ROWS, MIN_ROWS), stride)
-    return points[: blocks * stride].unflatten(0, (blocks, stride))[:, :length], length
+    return points[:, : blocks * stride].unflatten(1, (blocks, stride))[:, :, :length]
 
 
 def _told(here: dict[str, np.ndarray], n: int, copies: int) -> Estimate | None:
@@ -127,11 +154,11 @@ def _told(here: dict[str, np.ndarray], n: int, copies: int) -> Estimate | None:
     bars = here["bars"]
     if not all(np.isfinite(value).all() for value in here.values()):
         return None
-    if here["least"][0] <= 0 or (bars <= 0).any() or (here["sums"] <= 0).any():
+    if here["least"] <= 0 or (bars <= 0).any() or (here["sums"] <= 0).any():
         return None
     value = float(here["sums"][0] / here["sums"][1])
     logs = np.log(bars[:, 0] / bars[:, 1])
-    length = _runs(torch.empty(n, 0))[1]
+    length = _runs(torch.empty(1, n, 0)).shape[2]
     spread = float(logs.std(ddof=1)) * math.sqrt(length / n)
     bar = Bar(value * spread, len(bars) - 1, f"rows, from {len(bars)} disjoint subsamples")
     notes = (f"{copies:,} of {n + copies:,} rows were exact copies of earlier ones and were dropped",) if copies else ()

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
-from anisoscope.tangent.sweeps import swept_all
+from anisoscope.tangent.sweeps import account, has_kernels, inverses, swept_all
 
 MAX_ITER, TOLERANCE, SWEEPS = 200, 1e-4, 4  # as ``fit_seminmf`` has them
 CHECK_EVERY = 8  # iterations between two questions to the device whether all fits have settled
@@ -130,6 +130,9 @@ def _descend(
     codes = _warm_codes(a, concepts)
     active = torch.ones(len(a), dtype=torch.bool, device=a.device)
     sound, before, iterations = active.clone(), torch.ones_like(size), torch.zeros_like(size)
+    if has_kernels(a.device, concepts.shape[1]):
+        concepts, codes = _descend_by_kernels(a, concepts, codes, size, (active, sound, before, iterations))
+        return concepts, codes, iterations, ~active, sound
     gram = concepts @ concepts.transpose(1, 2)
     for iteration in range(1, MAX_ITER + 1):
         cross = concepts.to(a.dtype) @ a.transpose(1, 2)
@@ -151,6 +154,32 @@ def _descend(
     return concepts, codes, iterations, ~active, sound
 
 
+def _descend_by_kernels(
+    a: Float[Tensor, "f n d"],
+    concepts: Float[Tensor, "f k d"],
+    codes: Float[Tensor, "f k n"],
+    size: Float[Tensor, "f"],
+    books: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> tuple[Float[Tensor, "f k d"], Float[Tensor, "f k n"]]:
+    """The same with a dozen launches for each iteration; what is not active has an inverse of zero and does not move.
+
+    ``books`` are what is active and sound, errors and iterations; they are brought up to date in place.
+    """
+    active, sound, before, iterations = books
+    limit = 1 / (concepts.shape[1] * torch.finfo(a.dtype).eps)
+    gram = concepts @ concepts.mT
+    for iteration in range(1, MAX_ITER + 1):
+        codes = swept_all(codes, concepts.to(a.dtype) @ a.mT, gram, SWEEPS, active)
+        second, pull = second_moments(codes), (codes @ a).double()
+        inverse, good = inverses(second, active, limit)
+        concepts = torch.baddbmm(concepts, inverse, torch.baddbmm(pull, second, concepts, alpha=-1))
+        gram = concepts @ concepts.mT
+        account(pull, concepts, second, gram, size, before, active, sound, good, iterations, TOLERANCE)
+        if iteration % CHECK_EVERY == 0 and not bool(active.any()):
+            break
+    return concepts, codes
+
+
 def _warm_codes(a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"]) -> Float[Tensor, "f k n"]:
     """``descent.solved`` of all fits."""
     cross = concepts.to(a.dtype) @ a.transpose(1, 2)
@@ -162,12 +191,9 @@ def _warm_codes(a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"]) -> 
     codes = codes * (gain > 0)[:, None]
     active = torch.ones(len(a), dtype=torch.bool, device=a.device)
     for sweep in range(WARM_SWEEPS):
-        new = swept_all(codes, cross, gram, 1)
-        moved = torch.linalg.vector_norm(new - codes, dim=(1, 2)) > STREAM_SETTLED * torch.linalg.vector_norm(
-            new, dim=(1, 2)
-        )
-        codes = torch.where(active[:, None, None], new, codes)
-        active = active & moved
+        new = swept_all(codes, cross, gram, 1, active)
+        sizes = torch.linalg.vector_norm(torch.stack([new - codes, new]), dim=(2, 3))
+        codes, active = new, active & (sizes[0] > STREAM_SETTLED * sizes[1])
         if sweep % CHECK_EVERY == CHECK_EVERY - 1 and not bool(active.any()):
             break
     return codes

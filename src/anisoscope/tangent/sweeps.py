@@ -1,81 +1,98 @@
-"""Rounds of semi-NMF's codes for many fits at once: one kernel on a GPU, a few products for each concept elsewhere.
-
-A row's codes depend on no other row's, so that a GPU can hold those of a row in registers through all rounds; launched
-concept by concept the same work is a hundred small kernels.
-"""
+"""Half steps of semi-NMF for many fits at once: a few kernels on a GPU, a few products for each concept elsewhere."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import importlib.util
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-BLOCK_COLUMNS = 128
 MOST_CONCEPTS = 64  # more of them no longer fit into registers
 
 
+def has_kernels(device: torch.device, rank: int) -> bool:
+    """Whether the kernels serve: a GPU, Triton, and no more concepts than registers hold."""
+    return device.type == "cuda" and rank <= MOST_CONCEPTS and importlib.util.find_spec("triton") is not None
+
+
 def swept_all(
-    codes: Float[Tensor, "f k n"], cross: Float[Tensor, "f k n"], gram: Float[Tensor, "f k k"], sweeps: int
+    codes: Float[Tensor, "f k n"],
+    cross: Float[Tensor, "f k n"],
+    gram: Float[Tensor, "f k k"],
+    sweeps: int,
+    active: Bool[Tensor, "f"] | None = None,
 ) -> Float[Tensor, "f k n"]:
-    """``descent.swept`` of several fits. Concepts of length zero must not be among them."""
+    """``descent.swept`` of several fits, of the active ones alone. Concepts of length zero must not be among them."""
+    fits, rank, _ = codes.shape
+    if active is None:
+        active = torch.ones(fits, dtype=torch.bool, device=codes.device)
+    if has_kernels(codes.device, rank):
+        return rounds(codes, cross, gram, sweeps, active)
     own = gram.diagonal(dim1=1, dim2=2)
     weights = gram / own[:, :, None]
     weights.diagonal(dim1=1, dim2=2).zero_()
     weights = weights.to(codes.dtype)
     target = cross * own.reciprocal().to(codes.dtype)[:, :, None]
-    fits, rank, n = codes.shape
-    launch = _launcher() if codes.device.type == "cuda" and rank <= MOST_CONCEPTS else None
-    if launch is not None:
-        out = torch.empty_like(target)
-        launch(codes.contiguous(), out, target, weights, fits, rank, n, sweeps)
-        return out
     z = codes.clone()
     for _ in range(sweeps):
         for k in range(rank):
             at = slice(k, k + 1)
             z[:, at] = torch.baddbmm(target[:, at], weights[:, at], z, alpha=-1).clamp_min_(0)
-    return z
+    return torch.where(active[:, None, None], z, codes)
+
+
+def rounds(
+    codes: Float[Tensor, "f k n"],
+    cross: Float[Tensor, "f k n"],
+    gram: Float[Tensor, "f k k"],
+    sweeps: int,
+    active: Bool[Tensor, "f"],
+) -> Float[Tensor, "f k n"]:
+    """The same by the kernel."""
+    fits, rank, n = codes.shape
+    kernels = _kernels()
+    out = torch.empty_like(codes, memory_format=torch.contiguous_format)
+    kernels.rounds[(-(-n // kernels.COLUMNS), fits)](
+        codes.contiguous(), out, cross.contiguous(), gram.contiguous(), active, n,
+        K=rank, P=_power(rank), S=sweeps, B=kernels.COLUMNS,
+    )  # fmt: skip
+    return out
+
+
+def inverses(
+    second: Float[Tensor, "f k k"], active: Bool[Tensor, "f"], limit: float
+) -> tuple[Float[Tensor, "f k k"], Bool[Tensor, "f"]]:
+    """Inverses of the active fits by the kernel, zero elsewhere; and which matrices are well conditioned."""
+    fits, rank, _ = second.shape
+    out, good = torch.empty_like(second), torch.empty_like(active)
+    _kernels().inverses[(fits,)](second, out, good, active, limit, K=rank, P=_power(rank))
+    return out, good
+
+
+def account(
+    pull: Float[Tensor, "f k d"], fresh: Float[Tensor, "f k d"], second: Float[Tensor, "f k k"],
+    own: Float[Tensor, "f k k"], size: Float[Tensor, "f"], error: Float[Tensor, "f"], active: Bool[Tensor, "f"],
+    sound: Bool[Tensor, "f"], good: Bool[Tensor, "f"], iterations: Float[Tensor, "f"], tolerance: float,
+) -> None:  # fmt: skip
+    """Bring ``error``, ``active``, ``sound`` and ``iterations`` up to date by the kernel."""
+    fits, rank, width = pull.shape
+    kernels = _kernels()
+    kernels.account[(fits,)](
+        pull, fresh, second, own, size, error, active, sound, good, iterations, width, tolerance,
+        K=rank, P=_power(rank), W=kernels.WIDTH,
+    )  # fmt: skip
+
+
+def _power(rank: int) -> int:
+    """The least power of two that holds so many concepts."""
+    return 1 << (rank - 1).bit_length()
 
 
 @functools.cache
-def _launcher() -> Callable[..., None] | None:
-    """The kernel, or None where torch came without Triton."""
-    try:
-        triton: Any = importlib.import_module("triton")  # comes with torch where torch knows CUDA
-        tl: Any = importlib.import_module("triton.language")
-    except ImportError:
-        return None
-
-    def rounds(codes, out, target, weights, n, K: tl.constexpr, P: tl.constexpr, S: tl.constexpr, B: tl.constexpr):  # type: ignore[no-untyped-def]
-        fit = tl.program_id(1).to(tl.int64)
-        columns = tl.program_id(0) * B + tl.arange(0, B)
-        concepts = tl.arange(0, P)
-        inside = (concepts[:, None] < K) & (columns[None, :] < n)
-        places = fit * K * n + concepts[:, None] * n + columns[None, :]
-        z = tl.load(codes + places, mask=inside, other=0.0)
-        aim = tl.load(target + places, mask=inside, other=0.0)
-        for _ in range(S):
-            for k in range(K):
-                row = tl.load(weights + fit * K * K + k * K + concepts, mask=concepts < K, other=0.0)
-                here = (concepts == k)[:, None]
-                value = tl.sum(tl.where(here, aim, 0.0) - row[:, None] * z, axis=0)
-                z = tl.where(here, tl.maximum(value, 0.0)[None, :], z)
-        tl.store(out + places, z, mask=inside)
-
-    # A kernel looks its names up among those of its module.
-    rounds.__globals__["tl"] = tl
-    kernel: Any = triton.jit(rounds)
-
-    def launch(
-        codes: Tensor, out: Tensor, target: Tensor, weights: Tensor, fits: int, rank: int, n: int, sweeps: int
-    ) -> None:
-        grid = (triton.cdiv(n, BLOCK_COLUMNS), fits)
-        padded = triton.next_power_of_2(rank)
-        kernel[grid](codes, out, target, weights, n, K=rank, P=padded, S=sweeps, B=BLOCK_COLUMNS)
-
-    return launch
+def _kernels() -> Any:
+    """The module of kernels, which cannot be imported without Triton."""
+    return importlib.import_module("anisoscope.kernels.codes")

@@ -1,0 +1,105 @@
+"""Kernels of semi-NMF for many fits at once: rounds over the codes, the small inverse of a half step, and its account.
+
+A row's codes depend on no other row's, so that those of a row stay in registers through all rounds; launched concept by
+concept the same work is a hundred small kernels. Everything of size K x K is float64.
+
+This module needs Triton; ``tangent.sweeps`` imports it where Triton is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+COLUMNS = 128
+"""Rows of the data whose codes one program keeps."""
+WIDTH = 128
+"""Entries of a concept that one program adds up at a time."""
+
+
+@triton.jit
+def rounds(codes, out, cross, gram, active, n, K: tl.constexpr, P: tl.constexpr, S: tl.constexpr, B: tl.constexpr):
+    """``S`` rounds over the codes of each fit; those of a fit that is not active stay as they are."""
+    fit = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * B + tl.arange(0, B)
+    concepts = tl.arange(0, P)
+    inside = (concepts[:, None] < K) & (columns[None, :] < n)
+    places = fit * K * n + concepts[:, None] * n + columns[None, :]
+    z = tl.load(codes + places, mask=inside, other=0.0)
+    if tl.load(active + fit):
+        size = tl.load(gram + fit * K * K + concepts * (K + 1), mask=concepts < K, other=1.0)
+        aim = tl.load(cross + places, mask=inside, other=0.0) * (1.0 / size).to(tl.float32)[:, None]
+        for _ in range(S):
+            for k in range(K):
+                at = fit * K * K + k * K
+                row = tl.load(gram + at + concepts, mask=concepts < K, other=0.0) / tl.load(gram + at + k)
+                row = tl.where(concepts == k, 0.0, row).to(tl.float32)
+                here = (concepts == k)[:, None]
+                value = tl.sum(tl.where(here, aim, 0.0) - row[:, None] * z, axis=0)
+                z = tl.where(here, tl.maximum(value, 0.0)[None, :], z)
+    tl.store(out + places, z, mask=inside)
+
+
+@triton.jit
+def inverses(second, out, good, active, limit, K: tl.constexpr, P: tl.constexpr):
+    """The inverse of each symmetric positive matrix, by elimination once its diagonal is one; zero unless it is good.
+
+    Good: no entry of the diagonal is zero, and the condition (in Frobenius norms) is below ``limit``. The inverse of a
+    fit that is not active is zero too, so that nothing moves there.
+    """
+    fit = tl.program_id(0).to(tl.int64)
+    rows, columns = tl.arange(0, P)[:, None], tl.arange(0, P)[None, :]
+    inside = (rows < K) & (columns < K)
+    places = fit * K * K + rows * K + columns
+    a = tl.load(second + places, mask=inside, other=0.0)
+    own = tl.sum(tl.where(rows == columns, a, 0.0), axis=1)
+    alive = tl.min(tl.where(tl.arange(0, P) < K, own, 1.0), axis=0) > 0
+    root = tl.sqrt(tl.where(own > 0, own, 1.0))
+    a = tl.where(inside, a / root[:, None] / root[None, :], tl.where(rows == columns, 1.0, 0.0))
+    before = tl.sum(tl.sum(tl.where(inside, a * a, 0.0), axis=1), axis=0)
+    least = 1.0
+    for k in range(K):
+        row = tl.sum(tl.where(rows == k, a, 0.0), axis=0)
+        column = tl.sum(tl.where(columns == k, a, 0.0), axis=1)
+        pivot = tl.sum(tl.where(tl.arange(0, P) == k, row, 0.0), axis=0)
+        least = tl.minimum(least, pivot.to(tl.float32))
+        pivot = tl.where(pivot > 0, pivot, 1.0)
+        rest = a - column[:, None] * row[None, :] / pivot
+        on_row, on_column = rows == k, columns == k
+        rest = tl.where(on_row, row[None, :] / pivot, tl.where(on_column, -column[:, None] / pivot, rest))
+        a = tl.where(on_row & on_column, 1.0 / pivot, rest)
+    after = tl.sum(tl.sum(tl.where(inside, a * a, 0.0), axis=1), axis=0)
+    sound = alive & (least > 0) & (tl.sqrt(before) * tl.sqrt(after) < limit)
+    wanted = sound & (tl.load(active + fit) != 0)
+    a = tl.where(wanted, a / root[:, None] / root[None, :], 0.0)
+    tl.store(out + places, a, mask=inside)
+    tl.store(good + fit, sound)
+
+
+@triton.jit
+def account(
+    pull, fresh, second, own, size, error, active, sound, good, iterations, D, tolerance,
+    K: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """The error ``size - 2 <pull, fresh> + <second, own>`` over ``size``, and whether a fit goes on."""
+    fit = tl.program_id(0).to(tl.int64)
+    if tl.load(active + fit):
+        rows, columns = tl.arange(0, P)[:, None], tl.arange(0, P)[None, :]
+        places = fit * K * K + rows * K + columns
+        inside = (rows < K) & (columns < K)
+        held = tl.load(second + places, mask=inside, other=0.0) * tl.load(own + places, mask=inside, other=0.0)
+        total = tl.sum(tl.sum(held, axis=1), axis=0)
+        for start in range(0, D, W):
+            k = start + tl.arange(0, W)[None, :]
+            there = (rows < K) & (k < D)
+            at = fit * K * D + rows * D + k
+            both = tl.load(pull + at, mask=there, other=0.0) * tl.load(fresh + at, mask=there, other=0.0)
+            total -= 2 * tl.sum(tl.sum(both, axis=1), axis=0)
+        whole = tl.load(size + fit)
+        now = tl.maximum(whole + total, 0.0) / whole
+        before = tl.load(error + fit)
+        fine = tl.load(good + fit) != 0
+        tl.store(sound + fit, (tl.load(sound + fit) != 0) & fine)
+        tl.store(iterations + fit, tl.load(iterations + fit) + 1)
+        tl.store(error + fit, now)
+        tl.store(active + fit, (before - now > tolerance * before) & fine)

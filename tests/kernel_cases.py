@@ -1,0 +1,101 @@
+"""The GPU kernels run by Triton's interpreter on the CPU, each against what it stands for. Run by test_kernels.py.
+
+A process of its own: Triton decides when it is imported whether its kernels are compiled or interpreted.
+"""
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from anisoscope.measures import neighbors_fused
+from anisoscope.tangent import sweeps
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def brute_force(rows, k):
+    wide = rows.double()
+    distances = (wide[:, None] - wide[None]).norm(dim=2).fill_diagonal_(torch.inf)
+    return distances.topk(k, largest=False).values
+
+
+def neighbours(rows, k, cells):
+    """The largest error of rows called certain and of all, the share of certain ones, and false indices."""
+    neighbors_fused.STRIPE_CELLS = cells
+    sites = torch.stack([2 * rows, rows])
+    worst, certain, below, wrong = 0.0, [], 0.0, 0
+    for one, found in zip(sites, neighbors_fused.search_fused(sites, k, 1.0), strict=True):
+        truth = brute_force(one, k)
+        error = (found.distances - truth) / truth.clamp_min(1e-300)
+        worst = max([worst, *error[found.settled].abs().flatten().tolist()])
+        below = min(below, float(error.min()))
+        certain.append(float(found.settled.double().mean()))
+        own = (one.double()[found.indices] - one.double()[:, None]).norm(dim=2)
+        wrong += int(((own - found.distances).abs() > 1e-12 * own).sum())
+    return {"worst": worst, "below": below, "certain": min(certain), "wrong": wrong}
+
+
+def clouds():
+    copies = draw(200, 24)
+    copies[100:120] = copies[:20]
+    return {
+        "plain": (draw(300, 40), 2, 1 << 29),
+        "in stripes": (draw(300, 40), 2, 1 << 12),
+        "far from the origin": (draw(250, 70) + 1000, 2, 1 << 29),
+        "copies": (copies, 1, 1 << 29),
+        "one far row": (torch.cat([draw(1, 20) * 1e6, draw(130, 20, seed=1)]), 2, 1 << 29),
+    }
+
+
+def codes(rank):
+    a, concepts = draw(2, 150, 9), draw(2, rank, 9, seed=1, dtype=torch.float64)
+    z = draw(2, rank, 150, seed=2).clamp_min(0)
+    cross, gram = concepts.float() @ a.mT, concepts @ concepts.mT
+    active = torch.tensor([True, False])
+    here, there = (one(z, cross, gram, 3, active) for one in (sweeps.swept_all, sweeps.rounds))
+    assert torch.equal(there[1], z[1])
+    return float((here - there).abs().max() / here.abs().max())
+
+
+def small_inverses(rank):
+    x = draw(3, rank, 40, dtype=torch.float64)
+    second = x @ x.mT
+    second[1] = torch.ones(rank, rank)  # of rank one
+    second[2, 0] = second[2, :, 0] = 0  # a concept without codes
+    out, good = sweeps.inverses(second, torch.tensor([True, True, True]), 1e6)
+    idle, _ = sweeps.inverses(second, torch.tensor([False, True, True]), 1e6)
+    assert not idle.any(), "what is not active has no inverse"
+    error = (out[0] @ second[0] - torch.eye(rank, dtype=torch.float64)).abs().max()
+    return {"error": float(error), "good": good.tolist(), "rest": float(out[1:].abs().max())}
+
+
+def accounts(rank):
+    width, fits = 150, 3
+    pull, fresh = (draw(fits, rank, width, seed=seed, dtype=torch.float64) for seed in (1, 2))
+    second, own = (x @ x.mT for x in (draw(fits, rank, 30, seed=3, dtype=torch.float64), fresh))
+    size = torch.tensor([1e5, 2e5, 3e5], dtype=torch.float64)
+    want = (size - 2 * (pull * fresh).sum(dim=(1, 2)) + (second * own).sum(dim=(1, 2))) / size
+    error, iterations = want * torch.tensor([1.01, 1.0, 1.01]), torch.zeros(fits, dtype=torch.float64)
+    active, sound = torch.tensor([True, True, False]), torch.ones(fits, dtype=torch.bool)
+    before = error.clone()
+    sweeps.account(pull, fresh, second, own, size, error, active, sound, sound.clone(), iterations, 1e-4)
+    assert active.tolist() == [True, False, False], "the first still gets better, the second does not"
+    assert iterations.tolist() == [1, 1, 0]
+    assert error[2] == before[2], "nothing is told of what is not active"
+    return float(((error - want) / want)[:2].abs().max())
+
+
+if __name__ == "__main__":
+    cases = {
+        "neighbours": lambda: {name: neighbours(*one) for name, one in clouds().items()},
+        "codes": lambda: {rank: codes(rank) for rank in (2, 5)},
+        "inverses": lambda: {rank: small_inverses(rank) for rank in (3, 8)},
+        "accounts": lambda: {rank: accounts(rank) for rank in (3, 8)},
+    }
+    print(json.dumps(cases[sys.argv[1]]()))

@@ -1,0 +1,55 @@
+"""The GPU kernels, run by Triton's interpreter: the same programs, on the CPU."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from anisoscope.measures.neighbors_fused import LEAST_ROWS, MOST_K, can_fuse
+from anisoscope.tangent.sweeps import has_kernels
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+
+def run(case):
+    script = Path(__file__).parent / "kernel_cases.py"
+    done = subprocess.run([sys.executable, str(script), case], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_fused_neighbours_are_those_of_brute_force():
+    for name, found in run("neighbours").items():
+        assert found["worst"] <= 1e-12, (name, found)  # what is called certain is exact
+        assert found["below"] >= -1e-12, (name, found)  # no distance is made up
+        assert found["wrong"] == 0, (name, found)
+        if name != "one far row":  # rows a millionth as long as the longest cannot be told apart in half precision
+            assert found["certain"] > 0.5, (name, found)
+
+
+def test_rounds_over_codes_are_those_of_the_plain_products():
+    for rank, error in run("codes").items():
+        assert error < 1e-5, rank
+
+
+def test_small_inverses_and_what_has_none():
+    for found in run("inverses").values():
+        assert found["error"] < 1e-12
+        assert found["good"] == [True, False, False]
+        assert found["rest"] == 0
+
+
+def test_the_account_of_a_half_step():
+    for rank, error in run("accounts").items():
+        assert error < 1e-12, rank
+
+
+def test_the_rule_can_be_read():
+    rows = torch.zeros(LEAST_ROWS, 4)
+    assert not can_fuse(rows, 2), "no GPU"
+    assert not has_kernels(torch.device("cpu"), 4)
+    assert MOST_K + 6 <= 32
