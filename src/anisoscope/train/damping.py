@@ -20,7 +20,7 @@ FITTED_ROWS = 4096
 
 
 def damp(
-    h: Float[Tensor, "*lead d"], basis: Float[Tensor, "d k"] | Proxy, *, tangent: float = 1.0, normal: float = 1.0
+    h: Float[Tensor, "*lead d"], basis: Float[Tensor, "_ k"] | Proxy, *, tangent: float = 1.0, normal: float = 1.0
 ) -> Float[Tensor, "*lead d"]:
     """``h`` itself; its gradient g becomes ``tangent g Q Q^T + normal (g - g Q Q^T)`` on the way back.
 

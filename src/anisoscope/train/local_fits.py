@@ -51,6 +51,8 @@ def local_curvature(
                 f"local_curvature: a plane of dimension {dimension} fills activations of width {rows.shape[1]}; "
                 "take a smaller dimension"
             )
+        if not bool(torch.isfinite(rows.detach()).all()):  # else a broken token would only have no neighbours
+            return weighted("local_curvature", weight, rows.new_tensor(torch.nan), h, mask)
         rows, _ = unit_size(rows)
         members = _neighbourhoods(rows.detach(), k, anchors, seed)
         # Differences to the anchor: small against the rows themselves, so they keep their digits.
@@ -87,8 +89,6 @@ class _TopVectors(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, matrices: Float[Tensor, "m k k"], count: int) -> Float[Tensor, "m k r"]:
-        if not bool(torch.isfinite(matrices).all()):
-            return torch.full_like(matrices[:, :, :count], torch.nan)  # LAPACK would raise; ``weighted`` says it better
         values, vectors = torch.linalg.eigh(matrices)
         ctx.save_for_backward(values, vectors)
         ctx.count = count

@@ -93,7 +93,7 @@ def istar(
     weight: float,
     *,
     shrinkage: float = 0.1,
-    reference: Float[Tensor, "d d"] | Moments | None = None,
+    reference: Float[Tensor, "_ _"] | Moments | None = None,
     mask: Mask = None,
 ) -> Float[Tensor, ""]:
     """``weight (1 - IsoScore*)``: I-STAR. IsoScore* is ``(PR - 1)/(D - 1)``, PR = tr(M)^2 / |M|^2 of a shrunken M.

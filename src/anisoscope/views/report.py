@@ -21,7 +21,8 @@ from anisoscope.views.corrected import Tests, correct
 from anisoscope.views.figures import build_figures
 from anisoscope.views.panels import Figure, Table
 from anisoscope.views.quality import quality_tables, quality_words
-from anisoscope.views.sections import QUALITY, build_sections
+from anisoscope.views.regularizers import Compared, read_compared, regularizer_figures, regularizer_parts
+from anisoscope.views.sections import QUALITY, REGULARIZERS, build_sections
 from anisoscope.views.seeds import pool_seeds
 from anisoscope.views.series import (
     GROUPS,
@@ -91,8 +92,9 @@ def write_report(
     if not any(one.records or one.curves or one.failures for one in series):
         names = ", ".join(run.name for run in readers)
         raise EmptyInputError(f"nothing was measured in {names}: no record, curve or failure to report")
-    built = (*theory_figures(series), *build_figures(series))
-    page = render(series, built, sources=[_source(run) for run in readers], title=title)
+    compared = read_compared(readers)
+    built = (*theory_figures(series), *build_figures(series), *regularizer_figures(compared))
+    page = render(series, built, sources=[_source(run) for run in readers], title=title, compared=compared)
     target = Path(target)
     with explained(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +111,7 @@ def render(
     *,
     sources: Sequence[Mapping[str, Any]],
     title: str | None = None,
+    compared: Sequence[Compared] = (),
 ) -> str:
     """The page as text."""
     try:
@@ -123,6 +126,7 @@ def render(
     training = [Shelf(one) for one in shown if is_watched(one)]
     tests = correct(shown)
     words, tables = _words_and_tables(training, tests)
+    words[REGULARIZERS], tables[REGULARIZERS] = regularizer_parts(compared)
     words, tables = theory_words(series) | words, theory_tables(series) | tables
     panels = [panel for figure in figures for panel in interactive.figure_json(figure)]
     rows, left_out = table_rows(series)

@@ -9,6 +9,7 @@ from typing import Any
 from anisoscope.views.panels import Figure, Heatmap, Table
 
 QUALITY = "Geometry and quality"
+REGULARIZERS = "Regularisers"
 # The section of a figure, by how its key begins; the first that fits.
 SECTIONS = (
     ("loss", "Loss"),
@@ -24,6 +25,7 @@ SECTIONS = (
     ("construction", "What could be a construction"),
     ("drift", "Drift of proxies"),
     ("referee", "The referee"),
+    ("regularizers", REGULARIZERS),
     ("quality", QUALITY),
     ("curve-dimension against scale", "Dimension against scale"),
     ("curve-spectrum", "Spectra"),
@@ -34,6 +36,7 @@ RANKS = "Energy ratio against rank"
 TRAINING_ORDER = (
     "Loss",
     "Effect of token frequency",
+    REGULARIZERS,
     "Over training",
     "Layer by step",
     "Layer profiles",
