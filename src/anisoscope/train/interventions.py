@@ -37,6 +37,7 @@ LEAST_WINDOWS = 0.1
 SAME = 1e-9  # exponents nearer than this are the same, and nothing is changed
 MOST_POWER, LOWEST, HIGHEST = 200.0, -20.0, 50.0  # brackets of power and of exponents
 HALVINGS = 100
+STRETCHES = 64  # of neighbouring windows, for error bars
 AT_ONCE = 1 << 14  # windows whose targets are looked up together
 ROUNDS, DEALT = 4, 5  # what a generator is for, apart from the numbers that training data use
 
@@ -237,8 +238,7 @@ def _resampled(
     p = shares(tilt)
     mean = float(p @ mean_W)
     value = _exponent(mean, rank[counts > 0])
-    error = math.sqrt(float(p.square() @ (mean_W - mean).square()))
-    reached = _estimate(value, error, rank[counts > 0], len(mean_W))
+    reached = _estimate(value, p * (mean_W - mean), rank[counts > 0])
     return FrequencyPlan(RESAMPLE, spec.exponent, own, reached, sign * tilt, effective(tilt), shares=p.numpy())
 
 
@@ -248,23 +248,28 @@ def _over_windows(targets: Int[Tensor, "w t"], rank: Tensor, counts: Tensor, tab
     sums = [(table[part].sum(dim=1), ranked[part].sum(dim=1)) for part in targets.split(AT_ONCE)]
     mass_W, of_rank_W = (torch.cat(parts) for parts in zip(*sums, strict=True))
     mean = float(of_rank_W.sum() / mass_W.sum())
-    left_W = of_rank_W - mean * mass_W
-    n = len(left_W)
-    error = math.sqrt(n / max(n - 1, 1) * float(left_W.square().sum())) / float(mass_W.sum())
-    return _estimate(_exponent(mean, rank[counts > 0]), error, rank[counts > 0], n)
+    left_W = (of_rank_W - mean * mass_W) / mass_W.sum()
+    return _estimate(_exponent(mean, rank[counts > 0]), left_W, rank[counts > 0])
 
 
-def _estimate(value: float, error_of_mean: float, rank: Float[Tensor, "r"], windows: int) -> Estimate:
+def _estimate(value: float, left_W: Float[Tensor, "w"], rank: Float[Tensor, "r"]) -> Estimate:
+    """The exponent with its error, from what each window adds to the error of the mean log rank.
+
+    Neighbouring windows are about the same things, so stretches of them are taken together where there are enough.
+    """
     spread = _law(value, rank)[1]
-    stderr = error_of_mean / spread if windows > 1 and spread > 0 else None
-    note = "windows are taken as independent; neighbours share a document" if stderr is not None else "one window"
+    parts = left_W if len(left_W) < 2 * STRETCHES else torch.stack([s.sum() for s in left_W.tensor_split(STRETCHES)])
+    n = len(parts)
+    stderr = math.sqrt(n / (n - 1) * float(parts.square().sum())) / spread if n > 1 and spread > 0 else None
+    over = "windows" if parts is left_W else "stretches of windows"
     return Estimate(
         value=value,
         stderr=stderr,
-        n=windows,
+        n=len(left_W),
         method="Zipf exponent of the same mean log rank",
-        over=None if stderr is None else "windows",
-        notes=(note,),
+        over=None if stderr is None else over,
+        dof=None if stderr is None else n - 1,
+        notes=() if stderr is not None else ("no error bar: one window",),
     )
 
 

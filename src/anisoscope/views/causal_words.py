@@ -122,7 +122,8 @@ def _changed(method: str, arms: Sequence[Arm]) -> str:
     own = next((arm for arm in arms if arm.method == PLAIN), None)
     if own is not None and isinstance(own.told.get("own_stderr"), float):
         error = own.told["own_stderr"]
-        who += f" The text's own is {digits_of(own.exponent, error)} ± {error:.2g} (standard error over windows)."
+        value = digits_of(own.exponent, error)
+        who += f" The text's own is {value} ± {error:.2g} (standard error over stretches of the text)."
     short = [arm for arm in arms if arm.told.get("short")]
     if short:
         asked = listed([f"{arm.told['asked']:g}" for arm in short])
@@ -205,8 +206,8 @@ def _arm_table(arms: Sequence[Arm]) -> Table:
         rows.append(tuple(row))
     head = ("Model", "Method", "Exponent asked", "Reached", "Effective share", "Held-out loss (nats)")
     caption = (
-        "The models. Exponents with one standard error over windows. Effective share: equal weights on so many of the "
-        "targets (or windows) would be as noisy. The held-out loss is without weights"
+        "The models. Exponents with one standard error over stretches of the text. Effective share: equal weights on "
+        "so many of the targets (or windows) would be as noisy. The held-out loss is without weights"
         + (", and stands beside the entropy rate of the language, which no model can go below." if known else ".")
     )
     more = ("Entropy rate", "Excess") if known else ()
