@@ -11,8 +11,7 @@ def gallery(seed: int) -> dict[str, Surface]:
     """Every kind of surface in a common width, by its words; rotations and random forms follow the seed."""
     return {
         "circle": make_surface("circle", radius=0.5, width=WIDTH, seed=seed),
-        "2-sphere": make_surface("sphere", dimension=2, radius=2.0, width=WIDTH, seed=seed),
-        "6-sphere": make_surface("sphere", dimension=6, width=WIDTH, seed=seed),
+        "3-sphere": make_surface("sphere", dimension=3, radius=2.0, width=WIDTH, seed=seed),
         "ellipsoid": make_surface("ellipsoid", axes=(1.0, 1.5, 2.0), width=WIDTH, seed=seed),
         "saddle": make_surface("saddle", up=1.0, down=0.5, width=WIDTH, seed=seed),
         "Swiss roll": make_surface("swiss_roll", width=WIDTH, seed=seed),

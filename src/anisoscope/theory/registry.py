@@ -10,13 +10,15 @@ from anisoscope.theory.experiment import Experiment
 
 def experiments() -> tuple[Experiment, ...]:
     """All experiments, in the order in which they are best read."""
-    from anisoscope.theory import chords, counterexample, layer_gradient, visible
+    from anisoscope.theory import chords, counterexample, layer_gradient, learning, recovery, visible
 
     return (
         *chords.EXPERIMENTS,
         *visible.EXPERIMENTS,
         *layer_gradient.EXPERIMENTS,
         *counterexample.EXPERIMENTS,
+        *recovery.EXPERIMENTS,
+        *learning.EXPERIMENTS,
     )
 
 

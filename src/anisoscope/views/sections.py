@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,5 +97,6 @@ def build_sections(
 
 
 def _section(found: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    new = {"name": name, "id": name.lower().replace(" ", "-"), "figures": [], "words": [], "tables": []}
+    place = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")  # fit for an address and for a selector
+    new = {"name": name, "id": place, "figures": [], "words": [], "tables": []}
     return found.setdefault(name, new)

@@ -11,12 +11,13 @@ from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Curve
 from anisoscope.views.layout import Style, spans, unique
 from anisoscope.views.panels import Axis, Figure, Line, Panel, Table
-from anisoscope.views.series import Series, digits_of, is_theory
+from anisoscope.views.series import FIRST_SLICE, Series, digits_of, is_theory
 
 LAW = " (law)"  # how the name of the curve ends that a law is stored under
 FINE = 64  # places at which a law is drawn: so many that no marker is
-MOST_LINES = 4  # surfaces in one panel; more get a panel each
+MOST_LINES = 7  # places in one panel, as many as there are colours; more get a panel each
 COLUMNS = 3
+FEWEST_DECADES = 2  # powers of ten along an axis that are enough to read it by
 GREY = 6  # the colour of a law that all surfaces share
 BAR = 1.96  # standard errors in a 95 % interval
 
@@ -41,7 +42,7 @@ def theory_tables(series: Sequence[Series]) -> dict[str, list[Table]]:
     found = {}
     for one in filter(is_theory, series):
         rows = tuple(_row(truth, estimate) for truth, estimate in checks_of(one))
-        head = ("Where", "Number", "Slice", "Truth", "Estimate", "Distance", "Verdict")
+        head = ("Where", "Number", "Truth", "Estimate", "Distance", "Verdict")
         caption = (
             "Truth beside estimate, with one standard error. Distance is in standard errors (se), or relative where "
             "there is none; the verdict allows five, and beside them what the experiment's expansion leaves out."
@@ -69,7 +70,7 @@ def theory_facts(series: Sequence[Series]) -> list[tuple[str, str]]:
     mine = [one for one in series if is_theory(one)]
     rows = (
         ("Seed", [one.facts["theory"].get("seed") for one in mine]),
-        ("Run", [one.facts.get("date") for one in mine]),
+        ("Date", [one.facts.get("date") for one in mine]),
     )
     said = [
         (name, ", ".join(dict.fromkeys(str(value) for value in values if value is not None))) for name, values in rows
@@ -87,7 +88,7 @@ def verdict(one: Series) -> str:
     judged = [(truth, estimate) for truth, estimate in checks_of(one) if truth["truth"] is not None]
     off = [truth for truth, _ in judged if not truth["agrees"]]
     if off:
-        first = f"{off[0]['measure']} of {off[0]['site']}"
+        first = f"{off[0]['measure']} ({off[0]['site']})"
         return f"{len(off)} of {len(judged)} numbers are off the truth, {first} first."
     distances = [
         (abs(estimate.value - truth["truth"]) / estimate.stderr, truth) for truth, estimate in judged if estimate.stderr
@@ -96,8 +97,8 @@ def verdict(one: Series) -> str:
         return f"All {len(judged)} numbers agree with the truth."
     far, which = max(distances, key=lambda pair: pair[0])
     return (
-        f"All {len(judged)} numbers agree with the truth; the farthest, {which['measure']} of {which['site']}, "
-        f"lies {far:.1f} standard errors from it."
+        f"All {len(judged)} numbers agree with the truth. The farthest from it is {which['measure']} "
+        f"({which['site']}), by {far:.1f} standard errors."
     )
 
 
@@ -111,9 +112,9 @@ def checks_of(one: Series) -> list[tuple[Mapping[str, Any], Estimate]]:
 
 def _row(truth: Mapping[str, Any], e: Estimate) -> tuple[str, ...]:
     known = truth["truth"]
-    error = "" if e.stderr is None else f" ± {e.stderr:.2g}"
-    value = digits_of(e.value, e.stderr) + error
-    where = (str(truth["site"]), str(truth["measure"]), "" if truth["slice"] == "all" else str(truth["slice"]))
+    value = digits_of(e.value, e.stderr) + ("" if e.stderr is None else f" ± {e.stderr:.2g}")
+    site = str(truth["site"]) if truth["slice"] == FIRST_SLICE else f"{truth['site']}, {truth['slice']}"
+    where = (site, str(truth["measure"]))
     if known is None:
         return (*where, "", value, "", "shown")
     if e.stderr:
@@ -137,9 +138,9 @@ def _figure(one: Series) -> Figure:
             else:
                 panels.append(_panel(one, mine, laws, name[:1].upper() + name[1:], f" · {slice}" if several else ""))
                 shared_sites += [curve.site for curve in mine if len(mine) > 1]
-    style = Style(surface=unique(shared_sites))
+    style = Style(where=unique(shared_sites))
     dressed = tuple(_dressed(panel, style) for panel in panels)
-    toggles = style.toggles() if len(style.values["surface"]) > 1 else ()
+    toggles = style.toggles() if len(style.values["where"]) > 1 else ()
     caption = "Points are measured, with 95 % intervals; lines are what theory predicts."
     if any(curve.name not in {name for _, name, _ in laws} for curve in measured):
         caption += " Panels without a line show what no law foretells."
@@ -149,7 +150,7 @@ def _figure(one: Series) -> Figure:
         caption=caption,
         panels=dressed,
         toggles=_all_on(toggles),
-        columns=COLUMNS if len(panels) >= COLUMNS else 0,
+        columns=min(COLUMNS, len(panels)) if len(panels) > 1 else 0,
     )
 
 
@@ -159,10 +160,10 @@ def _all_on(toggles: Sequence[Any]) -> tuple[Any, ...]:
 
 def _dressed(panel: Panel, style: Style) -> Panel:
     """The panel with a colour for each surface, where surfaces share panels."""
-    known = style.values["surface"]
+    known = style.values["where"]
     lines = []
     for line in panel.lines:
-        site = line.tags.get("surface", "")
+        site = line.tags.get("where", "")
         if site in known and len(known) > 1:
             lines.append(replace(line, role=known.index(site)))
         else:
@@ -186,10 +187,23 @@ def _panel(
     return Panel(
         key=f"theory-{one.label}-{first.name}-{title}{ending}",
         title=title + ending,
-        x=Axis(title=first.x_label or "x", log=log_x),
-        y=Axis(title=first.y_label or "y", log=log_y),
+        x=_axis(first.x_label or "x", [x for c in curves for x in c.x], log_x),
+        y=_axis(first.y_label or "y", heights, log_y),
         lines=tuple(lines),
     )
+
+
+def _axis(title: str, values: Sequence[float], log: bool) -> Axis:
+    """An axis; in logarithms with ticks at 1, 2 and 5 where powers of ten alone would be too few."""
+    if not log:
+        return Axis(title=title)
+    low, high = min(values), max(values)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    if sum(low <= 10.0**power <= high for power in decades) >= FEWEST_DECADES:
+        return Axis(title=title, log=True)
+    ticks = [digit * 10.0**power for power in decades for digit in (1, 2, 5)]
+    ticks = [tick for tick in ticks if low * 0.9 <= tick <= high * 1.1]
+    return Axis(title=title, log=True, ticks=tuple(ticks), labels=tuple(f"{tick:.3g}" for tick in ticks))
 
 
 def _points(curve: Curve, log_y: bool) -> Line:
@@ -208,7 +222,7 @@ def _points(curve: Curve, log_y: bool) -> Line:
         upper=tuple(None if bar is None else y + bar for y, bar in zip(curve.y, bars)),
         hover=tuple(words),
         joined=False,
-        tags={"surface": curve.site},
+        tags={"where": curve.site},
     )
 
 
@@ -225,7 +239,7 @@ def _law(law: Curve, site: str, log_x: bool, log_y: bool, shared: bool) -> Line:
         hover=tuple(words),
         role=GREY if shared else 0,
         dash=1,
-        tags={} if shared else {"surface": site},
+        tags={} if shared else {"where": site},
     )
 
 
