@@ -223,7 +223,7 @@ def _loss_rows(one: Compared) -> Iterable[tuple[str, ...]]:
         when = "" if steps == [last] else f" (at step {', '.join(f'{step:,}' for step in steps)})"
         loss = over_seeds({seed: mine.loss for seed, (mine, _) in other.pairs.items()})
         times = (slowdown(other.pairs), slowdown(other.pairs, processor=True))
-        cells = ("not noted" if one is None else f"× {_with_bar(one)}" for one in times)
+        cells = ("not noted" if one is None else _times(one) for one in times)
         yield other.name, other.words, _with_bar(loss) + when, _signed(difference(other.pairs, LOSS)), *cells
 
 
@@ -238,6 +238,10 @@ def _geometry_rows(one: Compared) -> Iterable[tuple[str, ...]]:
             mean = over_seeds({seed: mine.geometry[measure] for seed, (mine, _) in other.pairs.items()})
             cells.append(f"{digits_of(mean.value, mean.stderr)}, {_signed(difference(other.pairs, measure))}")
         yield other.name, *cells
+
+
+def _times(ratio: Estimate) -> str:
+    return f"× {ratio.value:.2f}" + ("" if ratio.stderr is None else f" ± {ratio.stderr:.2f}")
 
 
 def _with_bar(estimate: Estimate) -> str:
