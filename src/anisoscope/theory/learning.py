@@ -132,9 +132,7 @@ def linear(seed: int, *, repeats: int = 24, rows: int = 12_000) -> Outcome:
         share_check(site, course.cosine[:, 0], _first_cosine(task), "step 0", measure=cosine),
         share_check(site, course.cosine[:, at[16]], None, "step 16", measure=cosine),
         share_check(site, visible, task.visible_curvature, "all", measure="visible curvature"),
-        share_check(
-            site, _turnings(cloud), task.turning_step(RATE), "gradient", measure="step at which half is normal"
-        ),
+        share_check(site, _turnings(cloud), task.turning_step(RATE), "gradient", measure="step that turns half normal"),
         *_nulls(site, x, task, generator),
     ]
     null = torch.full_like(law, task.variance_share)
@@ -204,14 +202,14 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "A linear layer learns on a curved cloud",
         "How long does the gradient of a layer that descends stay tangent, and what of that is construction?",
         linear,
-        20.0,
+        5.0,
     ),
     Experiment(
         "learning-mlp",
         "A two-layer network learns on a curved cloud",
         "Do gradients and weight changes of a network that learns a smooth target, or its input, stay tangent?",
         two_layers,
-        40.0,
+        10.0,
     ),
 )
 """The experiments of this module, in the order of the report."""

@@ -140,7 +140,7 @@ def _drawn(
     surface: Surface,
     task: str,
     bent: float,
-    waves: tuple[Float[Tensor, "m d"], Float[Tensor, "m"]],
+    waves: tuple[Float[Tensor, "q d"], Float[Tensor, "q"]],
     repeats: int,
     generator: torch.Generator,
     rows: int,

@@ -29,7 +29,6 @@ from anisoscope.theory.recovery_laws import (
 )
 from anisoscope.theory.surfaces import Surface, make_surface
 
-FITTED = tuple(kind for kind in KINDS if kind != "random")
 RECOVERED = "recovered share of the tangent space"
 LOST = "lost share of the tangent space"
 CLOUDS = "independent clouds"
@@ -73,10 +72,10 @@ def crossing(x: Float[Tensor, "m"], y: Float[Tensor, "m"], level: float) -> floa
     return float(x[at] * (x[at + 1] / x[at]) ** share)
 
 
-def noise(seed: int, *, repeats: int = 8, many: int = 96) -> Outcome:
+def noise(seed: int, *, repeats: int = 8, many: int = 96, kinds: Sequence[str] = KINDS) -> Outcome:
     """A flat cloud under isotropic noise: PCA follows its law up to the noise that breaks it; other kinds beside it.
 
-    ``repeats`` clouds for each kind and place, ``many`` for the law of PCA.
+    ``repeats`` clouds for each kind and place, ``many`` for the law of PCA; ``kinds`` to leave out dear ones.
     """
     d, width, n = 4, 64, 256
     surface = make_surface("quadratic", dimension=d, normals=8, kappa=0.0, width=width, seed=seed)
@@ -98,9 +97,7 @@ def noise(seed: int, *, repeats: int = 8, many: int = 96) -> Outcome:
     exact = torch.linspace(0.1, broken, 4001, dtype=torch.float64)
     curve = torch.tensor([1 - flat_loss(1.0, float(level), **shape) for level in exact], dtype=torch.float64)
     checks.append(_half(site, x, pca, "pca", crossing(exact, curve, 0.5)))
-    for kind in KINDS:
-        if kind == "pca":
-            continue
+    for kind in (one for one in kinds if one != "pca"):
         one = partial(_at_noise, at, kind, d)
         _, found = _swept(levels, seed, repeats, one)
         chance = torch.full_like(x, random_recovery(d, width)) if kind == "random" else None
@@ -145,7 +142,7 @@ def _chance(seed: int, d: int, width: int, draws: int = 400) -> tuple[Check, ...
     return tuple(checks)
 
 
-def curvature(seed: int, *, repeats: int = 8, many: int = 200) -> Outcome:
+def curvature(seed: int, *, repeats: int = 8, many: int = 200, kinds: Sequence[str] = KINDS) -> Outcome:
     """A curved cloud without noise: what PCA loses to curvature grows with its square and falls with the rows."""
     d, width, n = 3, 32, 400
 
@@ -175,7 +172,7 @@ def curvature(seed: int, *, repeats: int = 8, many: int = 200) -> Outcome:
     law_n = torch.tensor([law(0.2, int(rows)) for rows in sizes], dtype=torch.float64)
     by_rows = series_of(f"{site} kappa=0.2", LOST, x_n, by_n, ("rows", LOST), slice="pca", law=law_n)
     checks.append(_slope(site, "slope of the loss in rows", x_n, by_n, -1.0))
-    series, shown = _kinds_by_curvature(curved, seed, repeats, broken, f"{site} n={n}", d, n)
+    series, shown = _kinds_by_curvature(curved, seed, repeats, broken, f"{site} n={n}", n, kinds)
     return Outcome(
         (*checks, *shown),
         (by_kappa, by_rows, *series),
@@ -197,16 +194,23 @@ def _slope(site: str, name: str, x: Tensor, y: Float[Tensor, "r m"], truth: floa
 
 
 def _kinds_by_curvature(
-    curved: Callable[[float], Surface], seed: int, repeats: int, broken: float, site: str, d: int, n: int
+    curved: Callable[[float], Surface],
+    seed: int,
+    repeats: int,
+    broken: float,
+    site: str,
+    n: int,
+    kinds: Sequence[str],
 ) -> tuple[list[Series], list[Check]]:
-    """Every kind from nearly flat to beyond the curvature at which PCA breaks."""
+    """Kinds that look at the rows, from nearly flat to beyond the curvature at which PCA breaks."""
     shares = (0.1, 0.25, 0.5, 0.8, 1.25, 2.0)
     labels = ("kappa / kappa that breaks PCA", RECOVERED)
     series, checks = [], []
-    for kind in FITTED:
+    for kind in (one for one in kinds if one != "random"):
 
         def one(share: float, seeds: range, kind: str = kind) -> Tensor:
-            return recoveries(curved(share * broken), kind, d, n=n, spread=1.0, noise=0.0, seeds=seeds)
+            surface = curved(share * broken)
+            return recoveries(surface, kind, surface.dimension, n=n, spread=1.0, noise=0.0, seeds=seeds)
 
         x, y = _swept(shares, seed, repeats, one)
         series.append(series_of(site, RECOVERED, x, y, labels, slice=kind))
@@ -216,13 +220,13 @@ def _kinds_by_curvature(
     return series, checks
 
 
-def rank(seed: int, *, repeats: int = 8) -> Outcome:
+def rank(seed: int, *, repeats: int = 8, kinds: Sequence[str] = KINDS) -> Outcome:
     """One basis for a whole sphere holds K/(d+1) of its tangent spaces, of whatever kind; a local cloud needs K = d."""
-    whole, local = _sphere_ranks(seed, repeats), _local_ranks(seed, repeats)
+    whole, local = _sphere_ranks(seed, repeats, kinds), _local_ranks(seed, repeats, kinds)
     return Outcome((*whole.checks, *local.checks), (*whole.series, *local.series))
 
 
-def _sphere_ranks(seed: int, repeats: int) -> Outcome:
+def _sphere_ranks(seed: int, repeats: int, kinds: Sequence[str]) -> Outcome:
     d, width, n = 5, 24, 600
     sphere = make_surface("sphere", dimension=d, width=width, seed=seed)
     clouds = [sphere.sample(n, seed=at).x for at in repeat_seeds(seed, repeats)]
@@ -230,7 +234,7 @@ def _sphere_ranks(seed: int, repeats: int) -> Outcome:
     tangents = [sphere.sample(n, seed=at).tangent for at in repeat_seeds(seed, repeats, 1)]
     site, ranks = f"whole sphere S^{d} D={width}", range(1, d + 2)
     checks, series = [], []
-    for kind in KINDS:
+    for kind in kinds:
         found = _by_rank(clouds, tangents, kind, ranks, seed)
         law = torch.tensor([k / width if kind == "random" else sphere_recovery(k, d) for k in ranks]).double()
         x = torch.tensor([float(k) for k in ranks], dtype=torch.float64)
@@ -240,7 +244,7 @@ def _sphere_ranks(seed: int, repeats: int) -> Outcome:
     return Outcome(tuple(checks), tuple(series))
 
 
-def _local_ranks(seed: int, repeats: int) -> Outcome:
+def _local_ranks(seed: int, repeats: int, kinds: Sequence[str]) -> Outcome:
     d, width, n, level = 4, 24, 400, 0.1
     surface = make_surface("quadratic", dimension=d, normals=6, kappa=0.3, width=width, seed=seed)
     seeds = repeat_seeds(seed, repeats, 2)
@@ -250,7 +254,7 @@ def _local_ranks(seed: int, repeats: int) -> Outcome:
     loss = curved_loss(normal_form(surface.base), 1.0, level, n)
     site = f"local cloud d={d} D={width} kappa=0.3 noise={level}"
     checks, series = [], []
-    for kind in KINDS:
+    for kind in kinds:
         found = _by_rank(clouds, [surface.base.tangent] * repeats, kind, ranks, seed)
         law = x / width if kind == "random" else None
         if kind == "pca":  # each of the first d directions loses the same share
@@ -279,28 +283,28 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "Tangent proxies under noise",
         "How much of the true tangent space does each kind of proxy find as noise grows, and where does it break?",
         noise,
-        30.0,
+        25.0,
     ),
     Experiment(
         "recovery-curvature",
         "Tangent proxies on curved clouds",
         "How much of the tangent space does curvature cost, against rows, and which kinds take normals for tangents?",
         curvature,
-        40.0,
+        20.0,
     ),
     Experiment(
         "recovery-rank",
         "Tangent proxies of every rank",
         "What does one basis of rank K hold of a whole curved surface, and of a local cloud?",
         rank,
-        40.0,
+        15.0,
     ),
     Experiment(
         "recovery-estimator",
         "The curvature estimator",
         "How far does the estimated curvature follow the true one against rows, noise and curvature?",
         curvature_estimator,
-        30.0,
+        12.0,
     ),
 )
 """The experiments of this module, in the order of the report."""
