@@ -10,6 +10,7 @@ of the curvature ``|II(t, t)|`` of the geodesic in that direction; 1/R on every 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -262,7 +263,7 @@ def make_surface(name: str, *, width: int | None = None, seed: int = 0, **option
     """
     if name not in SHAPES:
         raise unknown_name("surface", name, SHAPES)
-    known = SHAPES[name].__kwdefaults__ or {}
+    known = list(inspect.signature(SHAPES[name]).parameters)[1:]  # all but the generator
     for option in options:
         if option not in known:
             raise unknown_name(f"option of {name}", option, known)
