@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from anisoscope.errors import OptionError, SiteError
+from anisoscope.measures.found import Found
 from anisoscope.measures.neighbors import by_tiles, nearest_neighbors
-from anisoscope.measures.neighbors_gpu import full_precision, nearest_by_tiles, search
+from anisoscope.measures.neighbors_gpu import full_precision, mended, nearest_by_tiles, search
 from anisoscope.measures.plan import scale_of
 from anisoscope.measures.stacked import STACKED, begin
 from anisoscope.measures.table import measure
@@ -62,6 +63,20 @@ def test_rows_in_two_parts_find_the_same_neighbours(name):
     found, there = search(rows, 2, scale_of(rows), in_parts=True), nearest_neighbors(rows, 2)
     assert bool(found.settled.all())
     assert torch.allclose(found.distances, there.distances, rtol=1e-12, atol=0)
+
+
+def test_rows_that_are_not_certain_are_mended():
+    rows = torch.stack([draw(700, 20), 3 * draw(700, 20, seed=5)])
+    truth = [nearest_neighbors(one, 3) for one in rows]
+    broken = []
+    for one in truth:
+        wrong = torch.rand(700, generator=torch.Generator().manual_seed(6)) < 0.2
+        distances = torch.where(wrong[:, None], one.distances + 1, one.distances)
+        broken.append(Found(distances, torch.where(wrong[:, None], 0, one.indices), ~wrong))
+    for one, found in zip(truth, mended(rows, 3, broken), strict=True):
+        assert bool(found.settled.all())
+        assert torch.allclose(found.distances, one.distances, rtol=1e-12, atol=0)
+        assert torch.equal(found.indices, one.indices)
 
 
 def test_what_float32_cannot_settle_is_told():

@@ -10,7 +10,7 @@ Nothing waits for the device before all rows have been searched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -23,7 +23,7 @@ from anisoscope.measures.search import SPARE, Neighbors, neighbors_of
 
 TILE_CELLS = 1 << 26  # bounds held at a time: a quarter of a gigabyte in float32
 GROUP = 128  # columns whose least bound stands for them in the first look
-MENDED = 512  # rows searched again without asking whether there are so many
+MENDED = 256  # rows searched again without asking whether there are so many
 PAIR_CELLS = 1 << 25  # differences held at a time, float64
 
 
@@ -125,15 +125,37 @@ def nearest_by_tiles(rows: Float[Tensor, "n d"], k: int) -> Neighbors:
         return settle(rows, k, scale, found)
 
 
-def mended(rows: Float[Tensor, "n d"], k: int, scale: float, found: Found) -> Found:
-    """Some rows that are not certain, at most MENDED of them, searched again in float64; asks nothing of the device."""
-    doubtful = (~found.settled).byte().topk(min(MENDED, len(rows)), sorted=False).indices
-    again = search(rows, k, scale, anchors=doubtful, dtype=torch.float64)
-    return Found(
-        found.distances.index_copy(0, doubtful, again.distances),
-        found.indices.index_copy(0, doubtful, again.indices),
-        found.settled.index_copy(0, doubtful, again.settled),
-    )
+def mended(rows: Float[Tensor, "s n d"], k: int, found: Sequence[Found]) -> list[Found]:
+    """Rows of each site that are not certain, at most MENDED of them, searched again in float64, all sites at once.
+
+    For rows of ordinary size; asks nothing of the device, not even whether there are such rows.
+    """
+    sites, n, width = rows.shape
+    doubtful = torch.stack([~one.settled for one in found]).byte().topk(min(MENDED, n), sorted=False).indices
+    wide = rows.double()
+    wide -= wide.mean(dim=1, keepdim=True)
+    allowance = 4 * (width + 16) * torch.finfo(torch.float64).eps / 2
+    size = wide.square().sum(dim=2) * (1 - allowance)
+    own = wide.gather(1, doubtful[:, :, None].expand(-1, -1, width))
+    bound = torch.baddbmm(size[:, None], own, wide.mT, alpha=-2)
+    bound.scatter_(2, doubtful[:, :, None], torch.inf)
+    bound = torch.nn.functional.pad(bound, (0, -n % GROUP), value=torch.inf)
+    take = min(k + SPARE, n - 1)
+    value, near = (one.unflatten(0, (sites, -1)) for one in _least(bound.flatten(0, 1), take))
+    value = value[:, :, -1] + size.gather(1, doubtful)
+    out = []
+    for site, one in enumerate(found):
+        d2, here = _measured(rows[site], doubtful[site], near[site], k, 1.0)
+        sure = value[site] >= d2[:, -1] if take < n - 1 else torch.ones_like(one.settled[doubtful[site]])
+        at = doubtful[site]
+        out.append(
+            Found(
+                one.distances.index_copy(0, at, d2.sqrt()),
+                one.indices.index_copy(0, at, here),
+                one.settled.index_copy(0, at, sure),
+            )
+        )
+    return out
 
 
 def settle(rows: Float[Tensor, "n d"], k: int, scale: float, found: Found) -> Neighbors:

@@ -19,7 +19,7 @@ from anisoscope.measures.neighbors_fused import can_fuse, search_fused
 from anisoscope.measures.neighbors_gpu import mended, search, settle
 from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES, Bar, fields
 
-SUBSAMPLED_CELLS = 1 << 27
+WIDE_CELLS = 1 << 27  # held as float64 at a time
 MIN_ROWS = 64  # of a subsample, as ``two_nn`` asks for
 
 
@@ -57,29 +57,35 @@ class _Searched:
 def _searched(
     rows: Float[Tensor, "s n d"], copies: Bool[np.ndarray, "s n"], clash: Sequence[bool]
 ) -> Iterator[_Searched]:
-    """Sites without copies together, the others one by one."""
-    good = [site for site in range(len(rows)) if not clash[site]]
-    whole = [site for site in good if not copies[site].any()]
-    parts = [(whole, rows if len(whole) == len(rows) else rows[whole])] if whole else []
-    for site in good:
-        if site not in whole:
-            kept = torch.from_numpy(np.flatnonzero(~copies[site])).to(rows.device)
-            parts.append(([site], rows[site].index_select(0, kept)[None]))
-    for sites, points in parts:
+    """Sites with the same copies together, as those of a decoder have: its first tokens."""
+    alike: dict[bytes, list[int]] = {}
+    for site in range(len(rows)):
+        if not clash[site]:
+            alike.setdefault(copies[site].tobytes(), []).append(site)
+    for sites in alike.values():
+        points = rows if len(sites) == len(rows) else rows[sites]
+        if copies[sites[0]].any():
+            kept = torch.from_numpy(np.flatnonzero(~copies[sites[0]])).to(rows.device)
+            points = points.index_select(1, kept)
         if points.shape[1] < 8 * MIN_ROWS:
             continue
-        if can_fuse(points[0], 2):
-            found = [
-                mended(one, 2, 1.0, first) for one, first in zip(points, search_fused(points, 2, 1.0), strict=True)
-            ]
-        else:
-            found = [search(one, 2, 1.0) for one in points]
-        table = _fitted(torch.stack([one.distances for one in found]))
-        table["unsettled"] = torch.stack([(~one.settled).sum() for one in found])
-        # A few sites at a time: their subsamples are float64, and so are all distances inside them.
-        step = max(1, SUBSAMPLED_CELLS // points[0].numel())
-        table["bars"] = torch.cat([_subsamples(some) for some in points.split(step)])
+        # A few sites at a time: what is not certain is searched in float64, and so are the subsamples.
+        parts = [_tabled(some) for some in points.split(max(1, WIDE_CELLS // points[0].numel()))]
+        table = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         yield _Searched(sites, points, table)
+
+
+def _tabled(points: Float[Tensor, "s n d"]) -> dict[str, Tensor]:
+    """Sums of the slopes, how many rows are not certain, and sums of the subsamples' slopes."""
+    if can_fuse(points[0], 2):
+        found = mended(points, 2, search_fused(points, 2, 1.0))
+    else:
+        found = [search(one, 2, 1.0) for one in points]
+    return {
+        **_fitted(torch.stack([one.distances for one in found])),
+        "unsettled": torch.stack([(~one.settled).sum() for one in found]),
+        "bars": _subsamples(points),
+    }
 
 
 def _estimate(points: Float[Tensor, "m d"], n: int, here: dict[str, np.ndarray]) -> Estimate | None:

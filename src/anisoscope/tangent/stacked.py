@@ -23,8 +23,9 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.tangent.controls import gaussian_draws
 from anisoscope.tangent.crossed import LEAST_NULL, CrossedTest
-from anisoscope.tangent.units import FEWEST, Halves, mean_of_halves, p_value
+from anisoscope.tangent.units import FEWEST, Halves, halves_joined
 
+WIDE_CELLS = 1 << 27
 ZETA = 0.1  # the default of ``anisotropy_share``
 
 
@@ -93,14 +94,17 @@ def seen_by_half(
     moments = g.new_empty(sites, len(number), width, width, dtype=torch.float64)
     energies = g.new_empty(sites, count + 1, len(at), dtype=torch.float64)
     means = g.new_empty(sites, width, dtype=torch.float64)
-    for site in range(sites):  # one at a time: float64 copies of all rows of all sites would be large
-        rows = g[site].index_select(0, at)
+    step = max(1, WIDE_CELLS // (len(at) * width))  # sites whose rows are held as float64 at a time
+    for first in range(0, sites, step):
+        few = slice(first, first + step)
+        rows = g[few].index_select(1, at)
         wide = rows.double()
-        means[site] = wide.mean(dim=0)
-        for cell, part in enumerate(wide.split(number)):
-            torch.mm(part.T, part, out=moments[site, cell])
-        energies[site, 0] = torch.linalg.vector_norm(rows, dim=1).double().square()
-        energies[site, 1:] = (rows @ flat[site]).unflatten(1, (count, rank)).double().square().sum(dim=2).T
+        means[few] = wide.mean(dim=1)
+        for cell, part in enumerate(wide.split(number, dim=1)):
+            moments[few, cell] = part.mT @ part
+        energies[few, 0] = torch.linalg.vector_norm(rows, dim=2).double().square()
+        along = (rows @ flat[few]).unflatten(2, (count, rank)).double().square().sum(dim=3)
+        energies[few, 1:] = along.mT
     table = g.new_zeros(sites * (count + 1), units * len(number), dtype=torch.float64)
     table.index_add_(1, layout.place[half], energies.flatten(0, 1))
     table = table.view(sites, count + 1, units, len(number))
@@ -194,9 +198,16 @@ def tests_of_sites(
     ready = [_ready(half, layout.number[at].numpy(), rank, width) for at, half in enumerate(halves)]
     sites, bases = halves[0]["tops"].shape[:2]
     labels = (*layout.labels, "")
+    share, null = ((ready[0][name] + ready[1][name]) / 2 for name in ("share", "random"))
+    # ``units.p_value`` of all of them
+    above = (null[:, None] >= (share - 1e-9 * np.abs(share))[:, :, :, None]).sum(axis=3)
+    p = ((1 + above) / (null.shape[2] + 1)).tolist()
     return [
         [
-            {label: _one_test(ready, site, base, group, rank, width, draws) for group, label in enumerate(labels)}
+            {
+                label: _one_test(ready, (site, base, group), rank, width, draws, p[site][base][group])
+                for group, label in enumerate(labels)
+            }
             for base in range(bases)
         ]
         for site in range(sites)
@@ -243,10 +254,10 @@ def _bar(bars: tuple[np.ndarray, np.ndarray, np.ndarray], at: tuple[int, ...], o
 
 
 def _one_test(
-    ready: Sequence[dict[str, Any]], site: int, base: int, group: int, rank: int, width: int, draws: int
+    ready: Sequence[dict[str, Any]], at: tuple[int, int, int], rank: int, width: int, draws: int, p: float
 ) -> CrossedTest | str:
-    shares, controls, ratios, nulls = [], [], [], []
-    at = (site, base, group)
+    site, _, group = at
+    shares, controls, ratios = [], [], []
     for one in ready:
         if not one["total"][site, group] > 0:
             return "a half has no gradient in these tokens"
@@ -255,24 +266,17 @@ def _one_test(
             return "no gradient lies outside the basis, so controls have no energy to compare with"
         n, units = int(one["n"][group]), f"{int(one['units'][site, group])} sequences"
         share, limit = float(one["share"][at]), float(one["limit"][at])
-        bar = _bar(one["share bar"], at, units)
-        shares.append(Estimate(value=share, n=n, method="|G Q|^2 / |G|^2", **fields(bar)))
         spread = Bar(float(one["sd"][at]) / draws**0.5, draws - 1, f"{draws} normal controls")
-        spread_fields = fields(spread if draws >= FEWEST else None)
-        controls.append(Estimate(value=mean, n=n, method="mean share of normal controls", **spread_fields))
         bar = _bar(one["ratio bar"], at, units) if limit > 0 else None
-        ratios.append(
-            Estimate(
-                value=share / mean,
-                n=n,
-                method="e(Q) / mean_b e(Q_b), normal controls",
-                **fields(bar and bar.scaled(share / mean / limit)),
-            )
-        )
-        nulls.append(one["random"][site, group])
-    both = mean_of_halves(*shares)
-    p = p_value(both.value, torch.from_numpy((nulls[0] + nulls[1]) / 2))
-    return CrossedTest(both, mean_of_halves(*controls), mean_of_halves(*ratios), p)
+        shares.append((share, n, _bar(one["share bar"], at, units)))
+        controls.append((mean, n, spread if draws >= FEWEST else None))
+        ratios.append((share / mean, n, bar and bar.scaled(share / mean / limit)))
+    return CrossedTest(
+        halves_joined(shares, "|G Q|^2 / |G|^2"),
+        halves_joined(controls, "mean share of normal controls"),
+        halves_joined(ratios, "e(Q) / mean_b e(Q_b), normal controls"),
+        p,
+    )
 
 
 def isoscore_shares(half: Mapping[str, np.ndarray], n: int, width: int) -> list[list[Estimate]]:

@@ -18,6 +18,7 @@ from anisoscope.tangent.sweeps import account, has_kernels, inverses, swept_all
 
 MAX_ITER, TOLERANCE, SWEEPS = 200, 1e-4, 4  # as ``fit_seminmf`` has them
 CHECK_EVERY = 8  # iterations between two questions to the device whether all fits have settled
+WIDE_CELLS = 1 << 27  # half a gigabyte or so
 SPLIT_COLUMNS = 1024  # codes multiplied at a time: long thin products leave most of a GPU idle
 EPS = torch.finfo(torch.float64).eps
 
@@ -40,15 +41,15 @@ class Centred:
         rows = x.new_zeros(sites, 2, most, width)
         mean = x.new_empty(sites, 2, width, dtype=torch.float64)
         scatter = x.new_empty(sites, 2, width, width, dtype=torch.float64)
-        total = x.new_empty(sites, 2, dtype=torch.float64)
+        step = max(1, WIDE_CELLS // (most * width))  # sites whose rows are held as float64 at a time
         for half, at in enumerate(halves):
-            for site in range(sites):  # one at a time: float64 copies of all rows of all sites would be large
-                wide = x[site].index_select(0, at).double()
-                mean[site, half] = middle = wide.mean(dim=0)
-                wide = wide.sub_(middle).to(x.dtype)
-                rows[site, half, : len(at)] = wide
-                wide = wide.double()
-                scatter[site, half] = wide.T @ wide
+            for first in range(0, sites, step):
+                few = slice(first, first + step)
+                wide = x[few].index_select(1, at).double()
+                middle = wide.mean(dim=1)
+                near = wide.sub_(middle[:, None]).to(x.dtype)
+                wide.copy_(near)
+                mean[few, half], rows[few, half, : len(at)], scatter[few, half] = middle, near, wide.mT @ wide
         total = scatter.diagonal(dim1=2, dim2=3).sum(dim=2)
         counts = torch.tensor([len(half) for half in halves], device=x.device).repeat(sites)
         return cls(rows.flatten(0, 1), counts, mean.flatten(0, 1), scatter.flatten(0, 1), total.flatten())

@@ -23,6 +23,8 @@ from anisoscope.tangent.stacked import jackknives
 from anisoscope.tangent.units import FEWEST, stream
 from anisoscope.text.frequency import FrequencyBins, TokenCounts
 
+WIDE_CELLS = RANK_CELLS = 1 << 27
+
 
 @dataclass(frozen=True)
 class Types:
@@ -87,12 +89,14 @@ def type_sums(x: Float[Tensor, "s n d"], types: Types) -> TypeSums:
     own, overall = (x.new_empty(sites, n, dtype=torch.float64) for _ in range(2))
     of_type = types.size[types.index]
     stretch = (of_type / (of_type - 1).clamp_min(1)).sqrt()
-    for site, rows in enumerate(x):
-        wide = rows.double()
-        wide = wide - wide.mean(dim=0)
-        centres = wide.new_zeros(t, width).index_add_(0, types.index, wide) / types.size[:, None]
-        overall[site] = torch.linalg.vector_norm(wide, dim=1) * math.sqrt(n / (n - 1))
-        own[site] = torch.linalg.vector_norm(wide.sub_(centres[types.index]), dim=1) * stretch
+    step = max(1, WIDE_CELLS // (n * width))  # sites whose rows are held as float64 at a time
+    for first in range(0, sites, step):
+        few = slice(first, first + step)
+        wide = x[few].double()
+        wide = wide - wide.mean(dim=1, keepdim=True)
+        overall[few] = torch.linalg.vector_norm(wide, dim=2) * math.sqrt(n / (n - 1))
+        centres = wide.new_zeros(len(wide), t, width).index_add_(1, types.index, wide) / types.size[:, None]
+        own[few] = torch.linalg.vector_norm(wide.sub_(centres.index_select(1, types.index)), dim=2) * stretch
     sums = x.new_zeros(2, sites, t, dtype=torch.float64)
     sums.view(-1, t).index_add_(1, types.index, torch.stack([own, overall]).flatten(0, 1))
     means = sums / types.size
@@ -118,23 +122,27 @@ def _correlations(
     sx, sxx = m[:, 0], m[:, 1]
     sy, syy, sxy = m[:, 2:].T.unflatten(0, (3, sites))
     pearson = (sxy - sx * sy / total) / ((sxx - sx**2 / total) * (syy - sy**2 / total)).sqrt()
-    a = _centred_ranks(x, weights, total)
+    a = _centred_ranks(x[None], weights, total)[0]
     spread = (weights * a * a).sum(dim=1)
-    spearman = torch.empty_like(pearson)
-    for site, one in enumerate(y):
-        b = _centred_ranks(one, weights, total)
-        spearman[site] = (weights * a * b).sum(dim=1) / (spread * (weights * b * b).sum(dim=1)).sqrt()
-    return torch.stack([pearson, spearman])
+    step = max(1, RANK_CELLS // weights.numel())
+    spearman = []
+    for some in y.split(step):
+        b = _centred_ranks(some, weights, total)
+        weighted = weights * b
+        spearman.append((weighted * a).sum(dim=2) / (spread * (weighted * b).sum(dim=2)).sqrt())
+    return torch.stack([pearson, torch.cat(spearman)])
 
 
-def _centred_ranks(values: Float[Tensor, "t"], weights: Float[Tensor, "b t"], total: Tensor) -> Float[Tensor, "b t"]:
+def _centred_ranks(
+    values: Float[Tensor, "s t"], weights: Float[Tensor, "b t"], total: Tensor
+) -> Float[Tensor, "s b t"]:
     """Mid-ranks inside each weighting, less their mean; equal values share the middle of their places."""
-    ascending, order = values.sort(stable=True)
-    reach = torch.nn.functional.pad(weights[:, order].cumsum(dim=1), (1, 0))
-    first = torch.searchsorted(ascending, values, right=False)
-    last = torch.searchsorted(ascending, values, right=True)
+    ascending, order = values.sort(dim=1, stable=True)
+    reach = torch.nn.functional.pad(weights[:, order].transpose(0, 1).cumsum(dim=2), (1, 0))
+    first, last = (torch.searchsorted(ascending, values.contiguous(), right=side) for side in (False, True))
+    places = [one[:, None].expand(-1, len(weights), -1) for one in (first, last)]
     # The mean of mid-ranks, weighted, is half of the total whatever the ties.
-    return (reach[:, first] + reach[:, last]) / 2 - (total / 2)[:, None]
+    return (reach.gather(2, places[0]) + reach.gather(2, places[1])) / 2 - (total / 2)[:, None]
 
 
 def distance_estimates(

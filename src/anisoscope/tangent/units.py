@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,14 +79,24 @@ class Halves:
 
 def mean_of_halves(one: Estimate, two: Estimate) -> Estimate:
     """The plain mean of what two halves show; their sequences are disjoint, so variances add."""
+    halves = [
+        (half.value, half.n, None if half.stderr is None else Bar(half.stderr, half.dof or 0, half.over or ""))
+        for half in (one, two)
+    ]
+    return halves_joined(halves, one.method)
+
+
+def halves_joined(halves: Sequence[tuple[float, int, Bar | None]], method: str) -> Estimate:
+    """The same from value, number of rows and error bar of each half."""
+    (one, n, bar_one), (two, m, bar_two) = halves
     bar = None
-    if one.stderr is not None and two.stderr is not None:
-        dof = (one.dof or 0) + (two.dof or 0)
-        bar = Bar(math.hypot(one.stderr, two.stderr) / 2, dof, f"{one.over} and {two.over} of the two halves")
+    if bar_one is not None and bar_two is not None:
+        over = f"{bar_one.over} and {bar_two.over} of the two halves"
+        bar = Bar(math.hypot(bar_one.stderr, bar_two.stderr) / 2, bar_one.dof + bar_two.dof, over)
     return Estimate(
-        value=(one.value + two.value) / 2,
-        n=one.n + two.n,
-        method=f"{one.method}, cross-fitted",
+        value=(one + two) / 2,
+        n=n + m,
+        method=f"{method}, cross-fitted",
         notes=("given the two fits: how a fit varies with its half is not in the error bar",),
         **fields(bar),
     )
