@@ -15,7 +15,8 @@ from anisoscope.errors import (
     ShapeError,
     TooFewRowsError,
 )
-from anisoscope.tangent import seminmf
+from anisoscope.tangent import descending, seminmf
+from anisoscope.tangent.descent import swept
 from anisoscope.tangent.kmeans import k_means
 from anisoscope.tangent.seminmf import fit_seminmf
 from anisoscope.tangent.stability import match_cosine, seminmf_report
@@ -61,17 +62,20 @@ def shifted_pca(rows, rank):
     return codes, concepts
 
 
+@pytest.mark.parametrize("momentum", [False, True])
 @pytest.mark.parametrize("start", ["kmeans", "random"])
 @pytest.mark.parametrize("centre", [True, False])
-def test_no_half_step_raises_the_error(seed, start, centre):
+def test_no_half_step_raises_the_error(seed, start, centre, momentum):
     rows, _, _ = planted(seed)
-    fit = fit_seminmf(rows, 5, start=start, centre=centre, tolerance=0, max_iter=60, seed=seed)
+    options = {"start": start, "centre": centre, "tolerance": 0, "max_iter": 60, "seed": seed, "momentum": momentum}
+    fit = fit_seminmf(rows, 5, **options)
     history = np.array(fit.history)
     assert len(history) == 2 * fit.iterations >= 4
     assert (np.diff(history) <= 64 * np.finfo(float).eps).all()
-    single = fit_seminmf(rows.float(), 5, start=start, centre=centre, tolerance=0, max_iter=60, seed=seed)
+    single = fit_seminmf(rows.float(), 5, **options)
     # In float32 a sum of n d products, each rounded on its own, over the size of all of them.
-    assert (np.diff(single.history) <= 4 * np.finfo(np.float32).eps).all()
+    # With momentum concepts come to cancel each other sooner, and what is left is rounded at their size.
+    assert (np.diff(single.history) <= (32 if momentum else 4) * np.finfo(np.float32).eps).all()
 
 
 def test_reported_error_is_that_of_the_factors(seed):
@@ -96,8 +100,70 @@ def test_no_worse_than_the_published_updates_from_the_same_codes(seed, centre):
     bar = published(data, codes, 500)
     fit = fit_seminmf(data, 5, centre=False, codes=codes, tolerance=1e-6, max_iter=300)
     assert fit.error <= bar * (1 + 1e-3)
+    quick = fit_seminmf(data, 5, centre=False, codes=codes, tolerance=1e-6, max_iter=300, momentum=True)
+    assert quick.error <= bar * (1 + 1e-3)
     plain = fit_seminmf(rows, 5, centre=centre, seed=seed, tolerance=1e-6, max_iter=300)
     assert plain.error <= bar * 1.1  # another start, another basin
+
+
+def test_momentum_needs_fewer_iterations_for_the_same_error(seed):
+    """Where nothing is planted and a descent is long: noise. Factors are as exact as without it."""
+    rows = torch.randn(800, 30, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    plain = fit_seminmf(rows, 8, tolerance=0, max_iter=120, seed=seed)
+    quick = fit_seminmf(rows, 8, tolerance=0, max_iter=120, seed=seed, momentum=True)
+    needed = next(at // 2 + 1 for at, error in enumerate(quick.history) if error <= plain.error)
+    assert needed <= 80
+    assert quick.error == pytest.approx(slow_error(rows, quick), rel=1e-10)
+    assert quick.history[-1] == pytest.approx(quick.error, rel=1e-8) and bool((quick.codes >= 0).all())
+
+
+def test_momentum_that_overshoots_is_taken_back(seed, monkeypatch):
+    """A pace that always goes much too far: every such step is refused, and the descent is the plain one."""
+    rows, codes, _ = planted(seed)
+    monkeypatch.setattr(descending._Momentum, "told", lambda self, helped: refused.append(not helped))
+    monkeypatch.setattr(descending, "BEGIN", 1e6)
+    refused = []
+    options = {"codes": codes + 0.2, "tolerance": 0, "max_iter": 12}
+    wild, plain = (fit_seminmf(rows, 5, momentum=momentum, **options) for momentum in (True, False))
+    assert refused == [True] * 11
+    assert np.allclose(wild.history, plain.history, rtol=1e-12) and torch.allclose(wild.codes, plain.codes)
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_the_number_of_cores_changes_rounding_alone(momentum):
+    """Rows in several parts: one core takes them one after another, two side by side."""
+    draw = torch.Generator().manual_seed(0)
+    rows, codes = torch.randn(9000, 80, generator=draw), torch.rand(9000, 64, generator=draw)
+    before, found = torch.get_num_threads(), []
+    try:
+        for cores in (1, 2, 5):
+            torch.set_num_threads(cores)
+            options = {"codes": codes, "tolerance": 0, "max_iter": 4, "momentum": momentum, "centre": False}
+            found.append(fit_seminmf(rows, 64, **options))
+            assert torch.get_num_threads() == cores, "as it was"
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:  # what comes before and after the descent takes all cores, and rounds as they do
+        assert np.allclose(found[0].history, other.history, rtol=1e-9)
+        assert torch.allclose(found[0].codes, other.codes, atol=1e-4 * float(other.codes.max()))
+
+
+def test_blocks_of_concepts_and_parts_of_rows_are_one_sweep_after_another(seed):
+    """Against the plain loop over concepts: more concepts than a block holds, one of them of length zero."""
+    draw = torch.Generator().manual_seed(seed)
+    concepts = torch.randn(37, 50, generator=draw, dtype=torch.float64)
+    concepts[20] = 0
+    rows = torch.randn(9001, 50, generator=draw, dtype=torch.float64)
+    codes = torch.rand(37, 9001, generator=draw, dtype=torch.float64)
+    gram, cross = concepts @ concepts.T, concepts @ rows.T
+    slow = codes.clone()
+    slow[20] = 0
+    for _ in range(3):
+        for k in range(37):
+            if k != 20:
+                pull = cross[k] - gram[k] @ slow + gram[k, k] * slow[k]
+                slow[k] = (pull / gram[k, k]).clamp_min(0)
+    assert torch.allclose(swept(codes, cross, gram, 3), slow, atol=1e-12)
 
 
 def test_encode_is_non_negative_least_squares(seed):

@@ -5,11 +5,16 @@ Rows and codes are multiplied in the type they come in; everything of size K x K
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-CACHE_ROWS = 1024  # codes swept at a time on a CPU, so that K x 1024 of them stay in its cache
+CACHE_CODES = 262_144  # codes swept at a time on a CPU, so that they stay in its cache
+CACHE_ROWS = 1024  # of so many rows at least
+BLOCK_CONCEPTS = 16  # what all other concepts hold is taken off the rows of so many at once, in one product
 BLOCK_ROWS = 8192
 RESEED_ROWS = 4096  # rows looked at for a new direction
 
@@ -24,6 +29,11 @@ def swept(
     return _sweep_until(codes, cross, gram, sweeps, 0.0)
 
 
+def part_rows(n: int, rank: int, device: torch.device) -> int:
+    """How many rows are taken at a time: as many as have their codes in the cache of a CPU; all of them elsewhere."""
+    return max(CACHE_ROWS, CACHE_CODES // rank) if device.type == "cpu" else max(n, 1)
+
+
 def _sweep_until(codes: Tensor, cross: Tensor, gram: Tensor, sweeps: int, settled: float) -> Tensor:
     own = gram.diagonal()
     usable = own > 0
@@ -31,21 +41,50 @@ def _sweep_until(codes: Tensor, cross: Tensor, gram: Tensor, sweeps: int, settle
     weights = gram / own[:, None]
     weights.fill_diagonal_(0)
     weights, own = weights.to(codes.dtype), own.to(codes.dtype)
+    blocks = _blocks(weights)
     out = torch.empty_like(codes)
-    block = CACHE_ROWS if codes.device.type == "cpu" else max(codes.shape[1], 1)
-    for at in range(0, codes.shape[1], block):
-        z = (codes[:, at : at + block] * usable[:, None]).contiguous()
-        target = cross[:, at : at + block] * (usable.to(codes.dtype) / own)[:, None]
-        spare = torch.empty_like(z[0])
+    n = codes.shape[1]
+    step = part_rows(n, len(codes), codes.device)
+    for at in range(0, n, step):
+        z = (codes[:, at : at + step] * usable[:, None]).contiguous()
+        target = cross[:, at : at + step] * (usable.to(codes.dtype) / own)[:, None]
         for _ in range(sweeps):
             before = z.clone() if settled else z
-            for k in range(len(z)):
-                torch.addmv(target[k], z.T, weights[k], alpha=-1, out=spare)
-                torch.clamp_min(spare, 0, out=z[k])
+            _sweep(z, target, blocks)
             if settled and float((z - before).norm()) <= settled * float(z.norm()):
                 break
-        out[:, at : at + block] = z
+        out[:, at : at + step] = z
     return out
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Weights of a few concepts: on those outside the block, and on one another."""
+
+    concepts: slice
+    outside: Tensor
+    inside: Tensor
+
+
+def _blocks(weights: Tensor) -> list[_Block]:
+    found = []
+    for at in range(0, len(weights), BLOCK_CONCEPTS):
+        own = slice(at, min(at + BLOCK_CONCEPTS, len(weights)))
+        outside = weights[own].clone()
+        outside[:, own] = 0
+        found.append(_Block(own, outside, weights[own, own].contiguous()))
+    return found
+
+
+def _sweep(z: Tensor, target: Tensor, blocks: Sequence[_Block]) -> None:
+    """One round over all codes in place, concept after concept; within a block nothing but the block has changed."""
+    spare = torch.empty_like(z[0])
+    for block in blocks:
+        own = z[block.concepts]
+        rest = torch.addmm(target[block.concepts], block.outside, z, alpha=-1) if len(blocks) > 1 else target
+        for k, weights in enumerate(block.inside):
+            torch.addmv(rest[k], own.T, weights, alpha=-1, out=spare)
+            torch.clamp_min(spare, 0, out=own[k])
 
 
 def solved(
