@@ -37,7 +37,7 @@ ONE = (Reference(name="1: as much as controls", y=1.0),)
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """One model of the study. ``told`` is what its looks say of its exponent, ``step`` the one that arms share."""
+    """One model of the study. ``told`` is what its looks say of its exponent, ``step`` the last of the study."""
 
     shelf: Shelf
     told: dict[str, Any]
@@ -59,7 +59,7 @@ class Arm:
         return round(float(self.told["exponent"]), 9) + 0.0
 
     def at_end(self, place: Place, shelf: Shelf | None = None) -> Record | None:
-        """What was measured at a place at the last step that all arms share."""
+        """What was measured at a place at the last step of the study."""
         shelf = shelf or self.shelf
         slices = [
             name
@@ -102,12 +102,29 @@ def title_of(place: Place) -> str:
 
 
 def arms_of(shelves: Iterable[Shelf]) -> list[Arm]:
-    """The arms of a study; none unless two of them have different exponents, or one is a placebo."""
-    told = [(shelf, found) for shelf in shelves if (found := _told(shelf.series))]
-    shared = set.intersection(*(set(shelf.steps) for shelf, _ in told)) if told else set()
-    arms = [Arm(shelf, found, max(shared)) for shelf, found in told if shared]
+    """The arms of a study at its last step; none unless two of them have different exponents, or one is a placebo.
+
+    A model that is not as far yet, or has not all of its seeds there, is left out: ``behind`` names it.
+    """
+    told, step, _ = _ready(shelves)
+    arms = [Arm(shelf, found, step) for shelf, found in told]
     several = len({arm.exponent for arm in arms}) > 1 or {arm.method for arm in arms} >= {PLAIN, "placebo"}
     return sorted(arms, key=lambda arm: arm.exponent) if several else []
+
+
+def behind(shelves: Iterable[Shelf]) -> list[str]:
+    """The models of a study that cannot be compared yet."""
+    return _ready(shelves)[2]
+
+
+def _ready(shelves: Iterable[Shelf]) -> tuple[list[tuple[Shelf, dict[str, Any]]], int, list[str]]:
+    """What can be compared, at which step, and the names of what cannot."""
+    told = [(shelf, found) for shelf in shelves if (found := _told(shelf.series)) and shelf.steps]
+    step = max((shelf.steps[-1] for shelf, _ in told), default=0)
+    pooled = any(shelf.members for shelf, _ in told)
+    ready = [(s, found) for s, found in told if step in s.steps and (s.members or not pooled)]
+    late = [shelf.label for shelf, _ in told if not any(shelf is one for one, _ in ready)]
+    return ready, step, late
 
 
 def _told(one: Series) -> dict[str, Any] | None:
@@ -214,7 +231,7 @@ class _Drawing:
             pile,
             "causal-geometry",
             "Geometry against the exponent",
-            f"At step {self.arms[0].step:,}, the last that all models share: a middle layer and the last one. "
+            f"At step {self.arms[0].step:,}, the last: a middle layer and the last one. "
             "Correlations are over token types, of log count with the mean distance to the own centroid and to that "
             "of all tokens.",
             switches if len(switches) > 1 else [],
@@ -336,9 +353,11 @@ class _Drawing:
             if len(self.groups) > 1
         ]
         records = [record for arm in self.arms for record in arm.shelf.series.last()]
-        said = f"{caption} {band_words(self.series, records)}".strip()
+        paired = " Slopes are paired by seed, and can be surer than these bands." if seed_toggles(self.series) else ""
+        said = f"{caption} {band_words(self.series, records)}{paired}".strip()
         toggles = (*methods, *switches, *seed_toggles(self.series))
-        return pile.figure(key=key, title=title, caption=said, toggles=toggles, shades=shades)
+        columns = 2 if len(pile.panels) == 4 else 0
+        return pile.figure(key=key, title=title, caption=said, toggles=toggles, shades=shades, columns=columns)
 
 
 def _of_seed(arm: Arm, place: Place, seed: int) -> Record | None:
@@ -361,10 +380,14 @@ def _line(place: Place, points: Sequence[tuple[Arm, Record]], **look: Any) -> Li
     )
 
 
+def with_bar(value: float, error: float) -> str:
+    """``0.741 ± 0.005``, with the decimals that the error deserves."""
+    return f"{digits_of(value, error)} ± {digits_of(error, error)}"
+
+
 def exponent_words(arm: Arm) -> str:
     """``exponent 0.741 ± 0.005, 0 asked for``."""
-    error = arm.told.get("stderr")
-    asked = arm.told.get("asked")
-    bar = f" ± {error:.2g}" if isinstance(error, float) else ""
+    error, asked = arm.told.get("stderr"), arm.told.get("asked")
+    value = with_bar(arm.exponent, error) if isinstance(error, float) else f"{arm.exponent:g}"
     short = f", {asked:g} asked for" if arm.told.get("short") and isinstance(asked, int | float) else ""
-    return f"exponent {digits_of(arm.exponent, error if isinstance(error, float) else None)}{bar}{short}"
+    return f"exponent {value}{short}"

@@ -14,6 +14,7 @@ from anisoscope.views.causal import (
     Arm,
     Place,
     arms_of,
+    behind,
     bins_of,
     difference,
     energy_measures,
@@ -21,6 +22,7 @@ from anisoscope.views.causal import (
     sites_of,
     slope,
     title_of,
+    with_bar,
 )
 from anisoscope.views.corrected import LEVEL
 from anisoscope.views.names import DISTANCES, MODEL_SITE
@@ -112,7 +114,9 @@ def causal_words(shelves: Sequence[Shelf]) -> list[str]:
         has = any(arm.method == "placebo" for arm in arms)
         more = "; the placebo has the same noise and no change of types, and tells the two apart." if has else "."
         shown = [words + more if words == SHOWS["loss"] else words for words in shown]
-    return [*said, *shown, NEVER]
+    late = behind(shelves)
+    left = [f"Left out, as they are not as far or lack a seed there: {listed(late)}."] if late else []
+    return [*said, *left, *shown, NEVER]
 
 
 def _changed(method: str, arms: Sequence[Arm]) -> str:
@@ -122,16 +126,15 @@ def _changed(method: str, arms: Sequence[Arm]) -> str:
     own = next((arm for arm in arms if arm.method == PLAIN), None)
     if own is not None and isinstance(own.told.get("own_stderr"), float):
         error = own.told["own_stderr"]
-        value = digits_of(own.exponent, error)
-        who += f" The text's own is {value} ± {error:.2g} (standard error over stretches of the text)."
+        who += f" The text's own is {with_bar(own.exponent, error)} (standard error over stretches of the text)."
     short = [arm for arm in arms if arm.told.get("short")]
     if short:
         asked = listed([f"{arm.told['asked']:g}" for arm in short])
         share = min(float(arm.told["effective_share"]) for arm in short)
         who += (
-            f" Asked for were {asked}: further would leave fewer than {100 * share:.0f} % of the windows in effect."
+            f" Out of reach: {asked}; further would leave fewer than {100 * share:.0f} % of the windows in effect."
             if method == "resample"
-            else f" Asked for were {asked}, which the largest weight does not allow."
+            else f" Out of reach with the largest weight: {asked}."
         )
     return who
 
@@ -194,14 +197,14 @@ def _arm_table(arms: Sequence[Arm]) -> Table:
             arm.label,
             METHODS.get(arm.method, "plain"),
             "–" if asked is None else f"{asked:g}",
-            digits_of(arm.exponent, error) + (f" ± {error:.2g}" if isinstance(error, float) else " (exact)"),
+            with_bar(arm.exponent, error) if isinstance(error, float) else f"{arm.exponent:g} (exact)",
             f"{100 * float(arm.told['effective_share']):.0f} %",
             "–" if own is None else _with_interval(own),
         ]
         if known:
             rate = float(arm.told["entropy_rate"])
             bar = arm.told.get("entropy_stderr")
-            row.append(digits_of(rate, bar) + (f" ± {bar:.2g}" if isinstance(bar, float) else ""))
+            row.append(with_bar(rate, bar) if isinstance(bar, float) else f"{rate:.4f} (exact)")
             row.append("–" if own is None else f"{own.value - rate:.3f}")
         rows.append(tuple(row))
     head = ("Model", "Method", "Exponent asked", "Reached", "Effective share", "Held-out loss (nats)")

@@ -102,7 +102,7 @@ def build_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
         replace(
             figure,
             panels=tuple(panel if isinstance(panel, Heatmap) else framed(panel) for panel in figure.panels),
-            columns=0 if figure.key.startswith(("loss", "profiles-")) else together,
+            columns=figure.columns or (0 if figure.key.startswith(("loss", "profiles-", "causal")) else together),
         )
         for figure in figures
     )
