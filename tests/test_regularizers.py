@@ -36,6 +36,7 @@ from anisoscope.train.loop import train
 from anisoscope.train.metrics import read_metrics
 from anisoscope.train.penalised import Regularized
 from anisoscope.train.recipe import load_recipe, override, parse_recipe
+from anisoscope.train.regularizer_spec import site_names
 
 LOCAL = {"dimension": 2, "k": 12, "anchors": 6}
 CASES = {
@@ -549,6 +550,13 @@ def test_the_recipe_of_the_package_differs_in_the_regularizer_alone():
     rest = [model.model_dump(exclude={"name", "regularizer"}) for model in recipe.models]
     assert all(one == rest[0] for one in rest)
     assert recipe.variant("istar").regularizer.options == {"shrinkage": 0.1}  # written out
+
+
+@pytest.mark.parametrize("variant", ["plain", "decoder", "encoder"])
+def test_sites_are_known_without_building_the_model(variant):
+    spec = RECIPE.variant(variant)
+    found = discover(build_model(spec.model(50, 8), 0))
+    assert {site.name for site in found} == set(site_names(spec.architecture, spec.layers))
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ class VariantSpec(_Part):
                 "use objective masked, or causal: true"
             )
         if self.regularizer is not None:
-            self.regularizer.check_model(self.layers, self.width)
+            self.regularizer.check_model(self.architecture, self.layers, self.width)
         return self
 
     def model(self, vocab_size: int, context: int) -> ModelSpec:

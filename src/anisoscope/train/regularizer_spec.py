@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from anisoscope.errors import choose, unknown_name
-from anisoscope.models.build import Count
+from anisoscope.models.build import Architecture, Count
 from anisoscope.tangent.proxies import KINDS as PROXIES
 from anisoscope.train.regularizers import DAMPING, NAMES
 from anisoscope.train.watch import Names
@@ -109,10 +109,9 @@ class RegularizerSpec(_Part):
             raise ValueError(f"{self.name} needs a weight")
         return self
 
-    def check_model(self, layers: int, width: int) -> None:
-        """Refuse what a model of so many layers and this width cannot have."""
-        kinds = {"resid": layers + 1, "attn_in": layers, "mlp_in": layers}
-        names = ["embed", "final_norm", *(f"{kind}.{at}" for kind, count in kinds.items() for at in range(count))]
+    def check_model(self, architecture: Architecture, layers: int, width: int) -> None:
+        """Refuse what a model of this family, so many layers and this width cannot have."""
+        names = site_names(architecture, layers)
         for pattern in self.sites:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise unknown_name("site", pattern, names)
@@ -120,6 +119,13 @@ class RegularizerSpec(_Part):
             raise ValueError(f"regularizer: rank {self.options['rank']} exceeds the width {width} of the model")
         if self.name == "local_curvature" and self.options["dimension"] >= width:
             raise ValueError(f"regularizer: dimension {self.options['dimension']} fills the width {width} of the model")
+
+
+def site_names(architecture: Architecture, layers: int) -> list[str]:
+    """The sites of a model that is built from scratch, without building it."""
+    kinds = {"resid": layers + 1, "attn_in": layers, "mlp_in": layers}
+    ends = ["embed"] if architecture == "bert" else ["embed", "final_norm"]
+    return [*ends, *(f"{kind}.{at}" for kind, count in kinds.items() for at in range(count))]
 
 
 def _none_if_off(given: Any) -> Any:

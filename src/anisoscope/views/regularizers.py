@@ -23,6 +23,8 @@ LOSS = "loss"
 MEASURES = ("mean_cosine", "spectral_ratio", "isoscore", "two_nn", "curvature", "turning_angle")
 """Geometry that is shown where it was measured, at most ``MOST_MEASURES`` of it."""
 MOST_MEASURES = 4
+SPAN = 61  # points of an interval drawn as a line: of so many none gets a mark that could be taken for a seed
+WIDE = 3.0  # times the range of the points: intervals that reach farther do not set the scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,11 +322,21 @@ def _panel(one: Compared, models: Mapping[str, Mapping[int, Ended]], measure: st
     return Panel(
         key=f"regularizers-{measure}{suffix}",
         title=measure_title(measure),
-        x=Axis(title=axis_title(measure)),
+        x=Axis(title=axis_title(measure), range=_frame(lines)),
         y=Axis(title="held-out loss (nats)"),
         lines=tuple(lines),
         note=direction(measure),
     )
+
+
+def _frame(lines: Sequence[Line]) -> tuple[float, float] | None:
+    """The axis around the points where intervals, as those of two seeds, would press them into a corner."""
+    points = [x for line in lines if len(line.x) == 1 for x in line.x]
+    every = [x for line in lines for x in line.x]
+    low, high = min(points), max(points)
+    if not 0 < WIDE * (high - low) < max(every) - min(every):
+        return None
+    return low - (high - low) / 2, high + (high - low) / 2
 
 
 def _mean(name: str, x: Estimate, y: Estimate, measure: str, look: Mapping[str, Any]) -> list[Line]:
@@ -335,7 +347,8 @@ def _mean(name: str, x: Estimate, y: Estimate, measure: str, look: Mapping[str, 
     middle = _points(name, [x.value], [y.value], [words], **look)
     found = [replace(middle, joined=False, lower=(up[0],), upper=(up[1],))]
     if all(map(math.isfinite, across)) and across[1] > across[0]:
-        found.append(_points(name, list(across), [y.value] * 2, [f"{words}\n95 % interval"] * 2, **look))
+        places = [across[0] + (across[1] - across[0]) * i / (SPAN - 1) for i in range(SPAN)]
+        found.append(_points(name, places, [y.value] * SPAN, [f"{words}\n95 % interval"] * SPAN, **look))
     return found
 
 
