@@ -6,6 +6,7 @@ import math
 import random
 import re
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Needs, register, unregister
 from anisoscope.measures.table import measure
 from anisoscope.monitor import DEFAULT_MEASURES, GRADIENT_MEASURES, Monitor
+from anisoscope.monitoring.measuring import begin_slice, norm_of_squares
+from anisoscope.monitoring.stacking import Stacked
 from anisoscope.runs.records import Curve
 from anisoscope.runs.store import RunReader, RunWriter
 from anisoscope.schedule import by_tokens, every, log_spaced, wall_share
@@ -356,6 +359,31 @@ def test_slices_cost_nothing_unless_asked_for_and_fail_in_their_place(probe):
         found(build("gpt2"), slices=["no positoin 0"])
     with pytest.raises(OptionError, match="global measures, and none is among two_nn"):
         found(build("gpt2"), slices=SLICES, measures=["two_nn"])
+
+
+def test_slices_of_all_sites_taken_together_are_those_of_each(probe):
+    """As on a GPU, where the measures of all sites are begun together."""
+    seen = {}
+
+    def keep(view):
+        seen[view.site] = replace(view, x=view.x * torch.where(torch.arange(view.x.shape[1]) == 3, 80.0, 1.0))
+        return {}
+
+    with Monitor(build("gpt2"), probe=probe, schedule=every(1), analyses={"keep": keep}, strict=True) as monitor:
+        monitor.step(0)
+    for where in SLICES[1:]:
+        alone = begin_slice(list(seen.values()), where, GLOBAL)()
+        cut = [replace(view, x=alone.rows[site], g=None, **kept(view, where)) for site, view in seen.items()]
+        together, _ = Stacked.begin(cut, GLOBAL, (), norm_of_squares).finish()
+        for site in seen:
+            assert set(together[site]) == set(GLOBAL)
+            for name, one in measure(alone.rows[site], GLOBAL).items():
+                assert together[site][name].value == pytest.approx(one.value, rel=1e-4, abs=1e-6)
+
+
+def kept(view, where):
+    keep = view.positions > 0 if where == SLICES[1] else slice(None)
+    return {name: getattr(view, name)[keep] for name in ("ids", "positions", "sequences")}
 
 
 def test_the_latest_number_is_that_of_all_tokens(probe):
