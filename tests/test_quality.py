@@ -182,6 +182,18 @@ def test_a_mean_that_dwarfs_the_signal_does_not_hide_it():
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_tells_the_same():
+    batches = text_batches(windows=40)
+    seen = view(batches)
+    made = QualityAnalysis(batches, LETTERS)
+    here, there = made(seen), made(SiteView(**{**vars(seen), "x": seen.x.cuda()}))
+    assert set(here) == set(there)
+    for name, one in here.items():
+        assert there[name].value == pytest.approx(one.value, abs=2 / one.n) and there[name].n == one.n
+
+
 # --- hostile input ----------------------------------------------------------------------------------------------------
 
 
