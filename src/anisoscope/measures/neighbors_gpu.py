@@ -9,8 +9,7 @@ Nothing waits for the device before all rows have been searched.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -20,34 +19,12 @@ from anisoscope.measures.found import Found
 from anisoscope.measures.neighbors_fused import can_fuse, search_fused
 from anisoscope.measures.plan import scale_of
 from anisoscope.measures.search import SPARE, Neighbors, neighbors_of
+from anisoscope.stats.precision import full_precision, has_tensor_cores, on_tensor_cores, two_parts
 
 TILE_CELLS = 1 << 26  # bounds held at a time: a quarter of a gigabyte in float32
 GROUP = 128  # columns whose least bound stands for them in the first look
 MENDED = 256  # rows searched again without asking whether there are so many
 PAIR_CELLS = 1 << 25  # differences held at a time, float64
-
-
-@contextlib.contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Products of float32 are products of float32 inside: no autocast, no TF32; afterwards both are as they were."""
-    if device.type != "cuda":
-        with torch.autocast(device.type, enabled=False):
-            yield
-        return
-    own, other = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = own.fp32_precision, other.fp32_precision
-    try:
-        plain: str | None = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set through the newer of torch's two interfaces, which the older one then refuses to read
-        plain = None
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-            yield
-    finally:
-        if plain is not None:
-            torch.set_float32_matmul_precision(plain)
-        own.fp32_precision, other.fp32_precision = before
 
 
 def search(
@@ -67,16 +44,19 @@ def search(
     n, width = rows.shape
     own = torch.arange(n, device=rows.device) if anchors is None else anchors
     take = min(k + SPARE, n - 1)
-    in_parts = (dtype == torch.float32 and _has_tf32(rows.device)) if in_parts is None else in_parts
+    in_parts = (dtype == torch.float32 and has_tensor_cores(rows.device)) if in_parts is None else in_parts
     # Rounding of a product of float32 rows (Higham, gamma_p, with a margin of four); tensor cores cut off where others
     # round, over three products, and leave out that of the two low parts.
     unit = torch.finfo(dtype).eps / 2
     allowance = 4 * ((3 * width + 16) * 2 * unit + 4 * 2.0**-20) if in_parts else 4 * (width + 16) * unit
     whole, size = _prepared(rows, scale, dtype, allowance)
-    left, right = _two_parts(whole) if in_parts else (whole, whole)
+    left = right = whole
+    if in_parts:
+        high, low = two_parts(whole)
+        left, right = torch.cat([high, high, low], dim=1), torch.cat([high, low, high], dim=1)
     found, index, settled = [], [], []
     for part in own.split(max(GROUP, TILE_CELLS // len(whole))):
-        with _tf32(in_parts and rows.device.type == "cuda"):
+        with on_tensor_cores(in_parts and rows.device.type == "cuda"):
             bound = torch.addmm(size[None, :], left[part], right.T, alpha=-2)
         bound.scatter_(1, part[:, None], torch.inf)
         value, near = _least(bound, take)
@@ -89,32 +69,6 @@ def search(
         index.append(here)
         settled.append(value >= reach if take < n - 1 else torch.ones_like(limit, dtype=torch.bool))
     return Found(torch.cat(found).sqrt() / scale, torch.cat(index), torch.cat(settled))
-
-
-def _has_tf32(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-@contextlib.contextmanager
-def _tf32(wanted: bool) -> Iterator[None]:
-    """Products in TF32 inside ``full_precision``, where rows are split into parts that TF32 holds."""
-    if wanted:
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        if wanted:
-            torch.set_float32_matmul_precision("highest")
-
-
-def _two_parts(rows: Float[Tensor, "p d"]) -> tuple[Float[Tensor, "p e"], Float[Tensor, "p e"]]:
-    """``[high, high, low]`` and ``[high, low, high]``, whose product is that of the rows less that of the low parts.
-
-    ``high`` keeps the ten bits of a TF32 number, ``low`` is the exact rest, of which TF32 keeps ten more.
-    """
-    high = (rows.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
-    low = rows - high
-    return torch.cat([high, high, low], dim=1), torch.cat([high, low, high], dim=1)
 
 
 def nearest_by_tiles(rows: Float[Tensor, "n d"], k: int) -> Neighbors:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anisoscope.errors import DegenerateError, TooFewRowsError
 from anisoscope.measures.base import Workspace
+from anisoscope.measures.lanczos import leading
 from anisoscope.stats.moments import Moments
 
 LANCZOS_WIDTH = 1536  # wider matrices get their top eigenpairs by Lanczos, narrower ones by a full decomposition
@@ -95,6 +96,10 @@ def _top(work: Workspace) -> Top:
             return Top(lead, torch.from_numpy(vectors[:, -1].copy()), total)
         except ArpackNoConvergence:
             pass
+    if width > LANCZOS_WIDTH and covariance.device.type != "cpu":
+        found = leading(covariance, LANCZOS_VALUES)
+        if found is not None:
+            return Top(*found, total)
     every, columns = _decomposed(work, vectors=work.error_rows.enough)
     lead = columns[:, -1] if columns.shape[1] else every.new_zeros(width)
     return Top(every.flip(0).clamp_min(0), lead, total)

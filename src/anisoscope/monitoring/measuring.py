@@ -19,12 +19,12 @@ from anisoscope.errors import NonFiniteError, OptionError, SiteError, TooFewRows
 from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Workspace, compute, lookup
 from anisoscope.measures.later import one_thread_each
-from anisoscope.measures.neighbors_gpu import full_precision
 from anisoscope.measures.table import measure
 from anisoscope.monitoring.stacking import GRADIENT, Stacked, gradient_names, still_note
 from anisoscope.monitoring.views import Analysis, Look, MapView, Name, OfModel, SiteView
 from anisoscope.runs.records import Curve, Failure, Record
 from anisoscope.slices import ALL, NO_POSITION_0, chosen_rows, gathered, kept_columns, massive_dimensions
+from anisoscope.stats.precision import full_precision
 
 MODEL = "model"
 """Stands for the site of what belongs to the whole model, such as its loss."""

@@ -1,0 +1,247 @@
+"""Speed on a GPU beside the alternatives and the limit of the machine, in one run: `make bench-gpu`.
+
+Each line is the least of a few repeats after a warm-up, with the device waited for. Exactness is checked in the same
+run. Parts can be chosen: python benchmarks/bench_gpu.py neighbours spectrum seminmf look overhead [--write FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import anisoscope as an
+
+DEVICE = "cuda"
+WIDTH = 768
+
+
+def clock(function: Callable[[], object], repeats: int = 3) -> float:
+    """Least seconds after a warm-up."""
+    function()
+    best = float("inf")
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+@dataclass
+class Table:
+    """One table of the page."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    words: str = ""
+
+    def add(self, *cells: str) -> None:
+        """One more line, printed at once."""
+        self.rows.append(cells)
+        print(" | ".join(cells), flush=True)
+
+    def text(self) -> str:
+        """As Markdown."""
+        lines = [f"### {self.title}", "", "| " + " | ".join(self.head) + " |", "|" + "---|" * len(self.head)]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join([*lines, "", self.words, ""] if self.words else [*lines, ""])
+
+
+def seconds(value: float) -> str:
+    """Milliseconds below a second."""
+    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
+
+
+def clouds(n: int) -> dict[str, torch.Tensor]:
+    """What the search is tried on: nothing to hold on to, a curved sheet, a huge mean, copies."""
+    z = torch.rand(n, 12, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE)
+    features = torch.cat([z @ draw(12, 32, seed=2), torch.sin(z @ draw(12, 64, seed=3))], dim=1)
+    copies = draw(n, WIDTH, seed=6)
+    copies[n // 2 : n // 2 + n // 8] = copies[: n // 8]
+    return {
+        "isotropic": draw(n, WIDTH),
+        "manifold": features @ draw(96, WIDTH, seed=4) / 96**0.5,
+        "huge mean": draw(n, WIDTH, seed=5) + 1000,
+        "copies": copies,
+    }
+
+
+def by_cdist(x: torch.Tensor) -> torch.Tensor:
+    """What people write: distances to all rows, the three least (a row is its own nearest)."""
+    return torch.cat([torch.cdist(part, x).topk(3, dim=1, largest=False).values[:, 1:] for part in x.split(8192)])
+
+
+def by_tiles(x: torch.Tensor) -> torch.Tensor:
+    """The same with a product."""
+    square = x.square().sum(dim=1)
+    out = []
+    for part, own in zip(x.split(8192), square.split(8192), strict=True):
+        d2 = torch.addmm(square[None], part, x.T, alpha=-2)
+        out.append((d2.topk(3, dim=1, largest=False).values[:, 1:] + own[:, None]).clamp_min(0).sqrt())
+    return torch.cat(out)
+
+
+def worst_error(x: torch.Tensor, found: torch.Tensor, sampled: int) -> float:
+    """Largest relative error of r1 and r2 against float64 by differences, on sampled rows."""
+    worst = 0.0
+    for at in torch.randperm(len(x), device=DEVICE)[:sampled].split(8):
+        own = x[at].double()
+        d2 = torch.cat([(part.double()[None] - own[:, None]).square().sum(dim=2) for part in x.split(8192)], dim=1)
+        d2[torch.arange(len(at)), at] = torch.inf
+        truth = d2.topk(2, dim=1, largest=False).values.sqrt()
+        error = torch.where(truth > 0, (found[at] - truth).abs() / truth, found[at].abs())
+        worst = max(worst, float(error.max()))
+    return worst
+
+
+def ceiling(dtype: torch.dtype, inner: int = WIDTH, precise: bool = True) -> float:
+    """Operations a second of a plain product."""
+    torch.set_float32_matmul_precision("highest" if precise else "high")
+    a = draw(16_384, inner).to(dtype)
+    taken = clock(lambda: a @ a.T, 5)
+    torch.set_float32_matmul_precision("highest")
+    return 2 * len(a) ** 2 * inner / taken
+
+
+def neighbours() -> list[Table]:
+    limits = {name: ceiling(kind) for name, kind in (("float32", torch.float32), ("bfloat16", torch.bfloat16))}
+    limits["TF32"] = ceiling(torch.float32, precise=False)
+    words = "Products of 16,384 x 768 in this run: " + ", ".join(
+        f"{name} {rate / 1e12:.0f} TFLOP/s" for name, rate in limits.items()
+    )
+    table = Table(
+        "Nearest two neighbours, exact, D = 768",
+        ("N", "rows", "how", "time", "against ours", "share of the bfloat16 product", "largest error of r1, r2"),
+        words=words + ". The share counts 2 N^2 D operations; each pair is multiplied once, so it may exceed 100 %.",
+    )
+    for n, sampled in ((65_536, 10_000), (262_144, 10_000)):
+        for name, x in clouds(n).items():
+            ours = clock(lambda x=x: an.nearest_neighbors(x, 2))
+            found = an.nearest_neighbors(x, 2).distances
+            share = 2 * n * n * WIDTH / ours / limits["bfloat16"]
+            error = worst_error(x, found, sampled if name == "isotropic" else 1000)
+            table.add(f"{n:,}", name, "ours", seconds(ours), "1", f"{share:.0%}", f"{error:.1e}")
+            if name != "isotropic":
+                continue
+            for other, function in (("cdist and topk", by_cdist), ("tiled product and topk", by_tiles)):
+                taken = clock(lambda f=function, x=x: f(x), 1)
+                error = worst_error(x, function(x), 200)
+                share = 2 * n * n * WIDTH / taken / limits["bfloat16"]
+                table.add(f"{n:,}", name, other, seconds(taken), f"{taken / ours:.1f}x", f"{share:.0%}", f"{error:.1e}")
+            torch.set_float32_matmul_precision("high")
+            taken, error = clock(lambda x=x: by_tiles(x), 1), worst_error(x, by_tiles(x), 200)
+            torch.set_float32_matmul_precision("highest")
+            share = 2 * n * n * WIDTH / taken / limits["bfloat16"]
+            ratio = f"{taken / ours:.1f}x"
+            table.add(f"{n:,}", name, "tiled product in TF32", seconds(taken), ratio, f"{share:.0%}", f"{error:.1e}")
+        del x
+    n, x = 1_048_576, draw(1_048_576, WIDTH)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    taken = clock(lambda: an.two_nn(x), 1)
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    share = 2 * n * n * WIDTH / taken / limits["bfloat16"]
+    error = worst_error(x, an.nearest_neighbors(x, 2).distances, 200)
+    table.add(
+        f"{n:,}", "isotropic", f"`two_nn`, peak {peak:.0f} GB", seconds(taken), "", f"{share:.0%}", f"{error:.1e}"
+    )
+    return [table]
+
+
+def spectrum() -> list[Table]:
+    table = Table("Spectra, N = 65,536", ("D", "what", "time", "full SVD", "ratio", "relative error"))
+    for width in (768, 4096):
+        scale = torch.arange(1, width + 1, device=DEVICE) ** -0.5
+        x = draw(65_536, width) * scale
+        y = x - x.mean(dim=0)
+        svd = clock(lambda y=y: torch.linalg.svdvals(y), 1)
+        s = torch.linalg.svdvals(y.double())
+        p = s / s.sum()
+        truths = {
+            "spectral_ratio": float(s[0] ** 2 / (s**2).sum()),
+            "effective_rank": float(torch.exp(-(p * p.log()).sum())),
+            "stable_rank": float((s**2).sum() / s[0] ** 2),
+        }
+        del y
+        for name, truth in truths.items():
+            taken = clock(lambda n=name, x=x: getattr(an, n)(x), 2)
+            error = abs(getattr(an, name)(x).value / truth - 1)
+            table.add(f"{width:,}", f"`{name}`", seconds(taken), seconds(svd), f"{svd / taken:.1f}x", f"{error:.1e}")
+    return [table]
+
+
+def multiplicative(a: torch.Tensor, rank: int, iterations: int = 500) -> float:
+    """Semi-NMF by the published multiplicative updates; the relative squared error at the end."""
+    codes = torch.rand(len(a), rank, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE) + 0.2
+    for _ in range(iterations):
+        concepts = torch.linalg.lstsq(codes.T @ codes, codes.T @ a).solution
+        cross, gram = a @ concepts.T, concepts @ concepts.T
+        up = cross.clamp_min(0) + codes @ (-gram).clamp_min(0)
+        down = (-cross).clamp_min(0) + codes @ gram.clamp_min(0) + 1e-12
+        codes = codes * (up / down).sqrt()
+    concepts = torch.linalg.lstsq(codes.T @ codes, codes.T @ a).solution
+    return float((a - codes @ concepts).square().sum() / a.square().sum())
+
+
+def seminmf() -> list[Table]:
+    from anisoscope.tangent.seminmf import fit_seminmf
+
+    table = Table(
+        "Semi-NMF, N = 65,536, D = 768",
+        ("K", "500 multiplicative updates", "their error", "ours", "our error", "sparsity", "ratio"),
+    )
+    parts = torch.rand(65_536, 96, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE)
+    a = (parts * (parts > 0.8)) @ draw(96, WIDTH, seed=2) + 0.5 * draw(65_536, WIDTH, seed=3)
+    a = a - a.mean(dim=0)
+    for rank in (16, 64):
+        theirs = clock(lambda r=rank: multiplicative(a, r), 1)
+        error = multiplicative(a, rank)
+        ours = clock(lambda r=rank: fit_seminmf(a, r), 2)
+        found = fit_seminmf(a, rank)
+        table.add(f"{rank}", seconds(theirs), f"{error:.5f}", seconds(ours), f"{found.error:.5f}",
+                  f"{found.sparsity:.2f}", f"{theirs / ours:.1f}x")  # fmt: skip
+    return [table]
+
+
+PARTS: dict[str, Callable[[], list[Table]]] = {"neighbours": neighbours, "spectrum": spectrum, "seminmf": seminmf}
+
+
+def main() -> None:
+    """Run the parts and write the page."""
+    from bench_look import look, overhead
+
+    parts = PARTS | {"look": look, "overhead": overhead}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; all of them where none is named")
+    parser.add_argument("--write", type=Path, default=None)
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_gpu: no GPU here; `make bench` is for the CPU")
+    unknown = [name for name in given.parts if name not in parts]
+    if unknown:
+        sys.exit(f"bench_gpu: no part {unknown[0]!r}; there are {', '.join(parts)}")
+    tables = [table for name in given.parts or parts for table in parts[name]()]
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {sys.version.split()[0]}"
+    page = f"## GPU\n\n{machine}, {datetime.date.today()}. `make bench-gpu`.\n\n" + "\n".join(t.text() for t in tables)
+    if given.write is not None:
+        given.write.write_text(page, encoding="utf-8")
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Parts of `make bench-gpu`: what a look of the monitor costs, and a training with and without the monitor."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import probe
+import torch
+from bench_gpu import DEVICE, Table, seconds
+
+from anisoscope.capture.losses import CausalLoss
+from anisoscope.models.build import ModelSpec, build_model
+from anisoscope.monitor import Monitor
+from anisoscope.monitoring.tangents import TangentAnalysis
+from anisoscope.runs.store import RunWriter
+from anisoscope.schedule import every
+from anisoscope.text.frequency import TokenCounts
+from anisoscope.train.loop import train
+from anisoscope.train.recipe import parse_recipe
+from anisoscope.watching.study import prepare_all
+from anisoscope.watching.watcher import Watcher
+
+LOOKS = 12
+
+RECIPE = """
+name: overhead
+data: {tokenizer: {kind: bpe, vocab_size: 8000}, sequence_length: 256}
+models: [{name: decoder, architecture: gpt2, objective: causal, layers: 12, width: 896, heads: 14}]
+optimisation: {steps: STEPS, batch_size: 64, lr: 0.0003, warmup_steps: 50}
+evaluation: {every: 100000, sequences: 64}
+dtype: bfloat16
+"""
+
+
+def look() -> list[Table]:
+    """Looks at fixed weights: all sites, default measures, two proxies, 199 controls."""
+    table = Table(
+        "One look of the monitor at 16,384 tokens: default measures, two proxies of rank 16, 199 controls",
+        ("sites", "D", "rows a site", "first", "then, median", "least"),
+        words="The first look starts proxies from nothing and, once on a machine, compiles kernels.",
+    )
+    for layers, width, vectors in ((8, 384, 16_384), (8, 384, 4096), (24, 2048, 16_384)):
+        taken = look_seconds(layers, width, vectors, LOOKS if width < 1024 else 4)
+        row = (taken[0], statistics.median(taken[2:]), min(taken[2:]))
+        table.add(f"{layers + 1}", f"{width:,}", f"{vectors:,}", *map(seconds, row))
+    return [table]
+
+
+def look_seconds(layers: int, width: int, vectors: int, looks: int) -> list[float]:
+    """Seconds of each look."""
+    spec = ModelSpec(architecture="gpt2", layers=layers, width=width, heads=width // 64,
+                     vocab_size=probe.VOCABULARY, context=probe.LENGTH, causal=True)  # fmt: skip
+    model = build_model(spec, 0).to(DEVICE)
+    probe.trained(model, torch.device(DEVICE), 20)
+    ids = probe.zipf_ids(16_384).view(-1, probe.LENGTH)
+    counts = TokenCounts.of(probe.zipf_ids(2_000_000, 9), probe.VOCABULARY).update(ids)
+    monitor = Monitor(
+        model, probe=[probe.batch_of(ids)], schedule=every(1), loss=CausalLoss(), sites="resid.*", vectors=vectors,
+        analyses={"tangent": TangentAnalysis(counts=counts, referee="never")}, autocast=torch.bfloat16, strict=True,
+    )  # fmt: skip
+    found = []
+    for step in range(looks):
+        monitor.step(step)
+        found.append(float(monitor.last.info["seconds"]))
+    monitor.close()
+    return found
+
+
+def overhead(steps: int = 2500) -> list[Table]:
+    """The same training twice, without the monitor and with it as a recipe has it by default."""
+    recipe = parse_recipe(RECIPE.replace("STEPS", str(steps)))
+    assert recipe.monitor is not None  # the default
+    data = next(iter(prepare_all(recipe).values()))
+    table = Table(
+        f"A training with and without the monitor, {steps:,} updates of 16,384 tokens in bfloat16",
+        ("", "seconds", "a step, median", "peak memory", "looks", "seconds in looks"),
+    )
+    for watched in (False, True):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        with tempfile.TemporaryDirectory() as place:
+            timer, look_time, looks = _Timer(), 0.0, 0
+            if watched:
+                with RunWriter.create(Path(place) / "run", recipe=recipe.describe()) as writer:
+                    watcher = Watcher(recipe.monitor, writer, "decoder")
+                    ended = train(
+                        recipe, "decoder", 0, folder=Path(place) / "cell", observers=[watcher, timer], data=data
+                    )
+                    look_time = sum(float(one.info["seconds"]) for one in writer.reader().probes())
+                    looks = watcher.looks
+            else:
+                ended = train(recipe, "decoder", 0, folder=Path(place) / "cell", observers=[timer], data=data)
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        name = f"with the monitor, {ended.parameters / 1e6:.0f} M weights" if watched else "without"
+        table.add(name, f"{ended.seconds:.1f}", seconds(statistics.median(timer.steps)), f"{peak:.2f} GB", str(looks),
+                  f"{look_time:.1f}")  # fmt: skip
+    before, after = float(table.rows[0][1]), float(table.rows[1][1])
+    table.words = f"Overhead {after / before - 1:.1%}."
+    return [table]
+
+
+class _Timer:
+    """An observer that notes how long steps took, from the first to the last thing that happens in them."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self._began = 0.0
+
+    def before_step(self, step: int) -> None:
+        self._began = time.perf_counter()
+
+    def after_backward(self, step: int) -> None:
+        pass
+
+    def after_step(self, step: int, loss: float, tokens: int) -> None:
+        self.steps.append(time.perf_counter() - self._began)
+
+    def close(self) -> None:
+        pass
