@@ -134,6 +134,7 @@ def tell(
     the half that is fitted. A quantity: R² about the mean of the half that is fitted, whose constant answer has 0.
     Error bars are over sequences, with the two probes as fitted.
     """
+    sequences = sequences.to(x.device)
     quarter = _quarters(x, sequences)
     y_NC, columns = _columns(targets, len(x), x.device)
     x_ND = x.double()
