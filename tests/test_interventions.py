@@ -370,7 +370,7 @@ def test_losses_by_frequency_are_parts_of_the_whole(data, kind):
     loss = CausalLoss() if kind == "causal" else MaskedLoss(mask_id=data.mask_id)
     found = losses_by_frequency(model, probe, loss, frequency_bins(data.counts, 4))
     weights = [loss.predicted(batch) for batch in probe]
-    whole = sum(float(loss(model, batch)) * w for batch, w in zip(probe, weights, strict=True)) / sum(weights)
+    whole = sum(float(loss(model, batch).detach()) * w for batch, w in zip(probe, weights, strict=True)) / sum(weights)
     assert sum(one.n for one in found.values()) == sum(weights) and len(found) == 4
     assert sum(one.n * one.value for one in found.values()) / sum(weights) == pytest.approx(whole, rel=1e-5)
     assert all(one.over == "sequences" and one.stderr > 0 for one in found.values())
