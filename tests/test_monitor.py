@@ -33,6 +33,7 @@ from anisoscope.measures.table import measure
 from anisoscope.monitor import DEFAULT_MEASURES, GRADIENT_MEASURES, Monitor
 from anisoscope.monitoring.measuring import begin_slice, norm_of_squares
 from anisoscope.monitoring.stacking import Stacked
+from anisoscope.monitoring.views import SiteView
 from anisoscope.runs.records import Curve
 from anisoscope.runs.store import RunReader, RunWriter
 from anisoscope.schedule import by_tokens, every, log_spaced, wall_share
@@ -361,29 +362,25 @@ def test_slices_cost_nothing_unless_asked_for_and_fail_in_their_place(probe):
         found(build("gpt2"), slices=SLICES, measures=["two_nn"])
 
 
-def test_slices_of_all_sites_taken_together_are_those_of_each(probe):
+def test_slices_of_all_sites_taken_together_are_those_of_each(seed):
     """As on a GPU, where the measures of all sites are begun together."""
-    seen = {}
-
-    def keep(view):
-        seen[view.site] = replace(view, x=view.x * torch.where(torch.arange(view.x.shape[1]) == 3, 80.0, 1.0))
-        return {}
-
-    with Monitor(build("gpt2"), probe=probe, schedule=every(1), analyses={"keep": keep}, strict=True) as monitor:
-        monitor.step(0)
-    for where in SLICES[1:]:
-        alone = begin_slice(list(seen.values()), where, GLOBAL)()
-        cut = [replace(view, x=alone.rows[site], g=None, **kept(view, where)) for site, view in seen.items()]
+    draw, n, positions = torch.Generator().manual_seed(seed), 1024, torch.arange(1024) % 16
+    size = torch.linspace(0.5, 2, 64).index_fill(0, torch.tensor([3]), 60.0)
+    rows = {"ids": positions, "positions": positions, "sequences": torch.arange(n) // 16, "tokens": n}
+    views = [
+        SiteView(site=f"resid.{at}", step=0, seed=0, x=torch.randn(n, 64, generator=draw) * size, g=None, **rows)
+        for at in range(3)
+    ]
+    for where, left, width in ((SLICES[1], 960, 64), (SLICES[2], 1024, 63)):
+        alone = begin_slice(views, where, GLOBAL)()
+        keep = positions > 0 if where == SLICES[1] else slice(None)
+        labels = {name: rows[name][keep] for name in ("ids", "positions", "sequences")}
+        cut = [replace(view, x=alone.rows[view.site], **labels) for view in views]
         together, _ = Stacked.begin(cut, GLOBAL, (), norm_of_squares).finish()
-        for site in seen:
-            assert set(together[site]) == set(GLOBAL)
+        for site in (view.site for view in views):
+            assert alone.rows[site].shape == (left, width) and set(together[site]) == set(GLOBAL)
             for name, one in measure(alone.rows[site], GLOBAL).items():
                 assert together[site][name].value == pytest.approx(one.value, rel=1e-4, abs=1e-6)
-
-
-def kept(view, where):
-    keep = view.positions > 0 if where == SLICES[1] else slice(None)
-    return {name: getattr(view, name)[keep] for name in ("ids", "positions", "sequences")}
 
 
 def test_the_latest_number_is_that_of_all_tokens(probe):
