@@ -246,8 +246,8 @@ def _slope_table(arms: Sequence[Arm], places: Sequence[Place]) -> list[Table]:
 
 
 def _name(place: Place) -> str:
-    name = title_of(place)
-    name = name[:1].lower() + name[1:] if name[1:2].islower() else name
+    first, *rest = title_of(place).split(" ")
+    name = " ".join((first.lower() if first[1:].islower() else first, *rest))
     return name if place.site == MODEL_SITE else f"{name} at {place.site}"
 
 
