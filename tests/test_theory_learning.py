@@ -15,9 +15,9 @@ from anisoscope.theory.learning_laws import LinearTask, crossing_step, least_sha
 from anisoscope.theory.learning_mlp import Network, first_share
 from anisoscope.theory.learning_parts import (
     dealt_share,
+    mean_check,
     non_cancellation,
     pooled_share,
-    share_check,
     tangent_share,
     unit_inputs,
 )
@@ -35,10 +35,11 @@ def outcome(name, seed):
     return RUNS[name](seed)
 
 
-def check_of(name, seed, part, measure="tangent share"):
-    found = [one for one in outcome(name, seed).checks if one.measure == measure and part in f"{one.site} {one.slice}"]
-    assert found, (name, part)
-    return found[0]
+def check_of(name, seed, *parts):
+    found = outcome(name, seed).checks
+    one = [check for check in found if all(part in f"{check.site}: {check.measure}; {check.slice}" for part in parts)]
+    assert one, (name, parts)
+    return one[0]
 
 
 def refuses(check, wrong):
@@ -46,8 +47,8 @@ def refuses(check, wrong):
     return not replace(check, truth=wrong).agrees()
 
 
-def lines_of(name, seed, site=""):
-    return {line.slice: line for line in outcome(name, seed).series if site in line.site}
+def lines_of(name, seed, where=""):
+    return {line.site: line for line in outcome(name, seed).series if where in line.slice}
 
 
 @pytest.mark.parametrize("name", list(RUNS))
@@ -57,6 +58,9 @@ def test_measured_within_five_standard_errors(name, seed):
     judged = [one for one in found.checks if one.truth is not None]
     assert len(judged) >= (12 if name == "linear" else 2)
     assert all(one.estimate.stderr > 0 for one in judged)
+    places = [(one.site, one.measure, one.slice) for one in found.checks]
+    lines = [(one.site, one.name, one.slice) for one in found.series]
+    assert len(set(places)) == len(places) and len(set(lines)) == len(lines)
 
 
 def test_experiments_are_named_apart():
@@ -74,7 +78,7 @@ def test_the_same_seed_gives_the_same_outcome():
 
 def test_a_gradient_that_keeps_its_direction_is_refused(seed):
     """Were all directions to learn at one speed, the first share would stay."""
-    first, later = (check_of("linear", seed, f"gradient, step {step}") for step in (0, 2))
+    first, later = (check_of("linear", seed, f"gradient: tangent share, step {step}") for step in (0, 2))
     assert refuses(later, first.truth)
 
 
@@ -84,7 +88,9 @@ def test_normal_directions_that_never_learn_are_refused(seed):
     speeds, modes = task.normal_modes
     frozen = replace(task)
     object.__setattr__(frozen, "normal_modes", (torch.zeros_like(speeds), modes))
-    assert refuses(check_of("linear", seed, "change, step 64"), frozen.change_share(64, learning.RATE))
+    assert refuses(
+        check_of("linear", seed, "weight change: tangent share, step 64"), frozen.change_share(64, learning.RATE)
+    )
 
 
 def test_chance_is_refused_for_signals_that_know_nothing(seed):
@@ -104,7 +110,7 @@ def test_the_first_gradient_of_the_network_knows_the_trace_of_the_form(seed):
     measured = tangent_share(net.backward(unit_inputs(surface, 0.5, z), torch.sin(z @ a.T + b)).first, 4)
     form = normal_form(surface.base) / 2
     traceless = form - form.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None] * torch.eye(4, dtype=torch.float64)
-    right, wrong = (share_check("s", measured - first_share(net, a, b, one), 0.0, "n") for one in (form, traceless))
+    right, wrong = (mean_check("w", "s", "m", measured - first_share(net, a, b, one), 0.0) for one in (form, traceless))
     assert right.agrees() and not wrong.agrees()
 
 
@@ -117,7 +123,7 @@ def test_the_gradient_turns_normal_and_the_change_follows(seed):
     assert gradient[0] > 0.9 and gradient[-1] < 1e-3 < chance[0]
     assert list(gradient) == sorted(gradient, reverse=True) and list(change) == sorted(change, reverse=True)
     assert change[-1] < chance[0] < change[5]
-    assert 2 < check_of("linear", seed, "gradient", "step that turns half normal").estimate.value < 8
+    assert 2 < check_of("linear", seed, "step that turns half").estimate.value < 8
 
 
 def test_independent_signals_stay_at_the_share_of_x(seed):
@@ -130,16 +136,15 @@ def test_the_network_turns_too_and_even_targets_start_there(seed):
     for site in ("target waves, kappa * spread = 0.5", "its input"):
         line = lines_of("mlp", seed, site)["gradient"]
         assert line.y[0] > 0.75 and min(line.y) < 0.35
-    even, odd = (check_of("mlp", seed, f"target {task}", "non-cancellation c") for task in ("even", "waves"))
+    even, odd = (check_of("mlp", seed, f"target {task}", "non-cancellation") for task in ("even", "waves"))
     assert even.estimate.value < 0.1 < 0.2 < odd.estimate.value
     assert lines_of("mlp", seed, "even waves")["gradient"].y[0] < 0.3
 
 
 @pytest.mark.parametrize("name", list(RUNS))
 def test_every_gradient_holds_at_least_what_the_proposition_leaves(name, seed):
-    sites = {line.site for line in outcome(name, seed).series}
-    for site in sites:
-        lines = lines_of(name, seed, site)
+    for where in {line.slice for line in outcome(name, seed).series}:
+        lines = lines_of(name, seed, where)
         least, gradient = lines["least share by the proposition"].y, lines["gradient"].y
         assert all(low <= share + 1e-12 for low, share in zip(least, gradient, strict=True))
         assert least[0] > 0

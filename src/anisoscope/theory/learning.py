@@ -22,12 +22,14 @@ from anisoscope.theory.experiment import Check, Experiment, Outcome
 from anisoscope.theory.learning_laws import LinearTask, crossing_step, least_share, pairing
 from anisoscope.theory.learning_mlp import two_layers
 from anisoscope.theory.learning_parts import (
+    SHARE,
     dealt_share,
     flat_line,
+    mean_check,
     non_cancellation,
     pooled_share,
-    share_check,
     share_line,
+    shown,
     tangent_share,
     unit_inputs,
 )
@@ -116,33 +118,31 @@ def linear(seed: int, *, repeats: int = 24, rows: int = 12_000) -> Outcome:
     energy = cloud.inputs.diagonal(dim1=1, dim2=2)
     visible = energy[:, D:].sum(dim=1) / energy[:, :D].sum(dim=1)
     course = course_of(cloud, RATE, STEPS, visible)
-    site = f"linear layer, d={D} D={WIDTH}, kappa * spread = {KAPPA * SPREAD:g}"
+    where = f"linear layer, d={D} D={WIDTH}, kappa * spread = {KAPPA * SPREAD:g}"
 
     law = torch.tensor([task.gradient_share(step, RATE) for step in STEPS], dtype=torch.float64)
     law_change = torch.tensor([task.change_share(step, RATE) for step in STEPS[1:]], dtype=torch.float64)
     at = {step: i for i, step in enumerate(STEPS)}
-    read = [(course.gradient[:, at[step]], law[at[step]], f"gradient, step {step}") for step in (0, 2, 4, 8)]
-    read += [
-        (course.change[:, at[step] - 1], law_change[at[step] - 1], f"change, step {step}") for step in (8, 64, 256)
-    ]
-    checks = [share_check(site, values, float(truth), name, tolerance=FINITE) for values, truth, name in read]
-    cosine = "non-cancellation c"
-    checks += [
-        share_check(site, course.gradient[:, -1], None, f"gradient, step {STEPS[-1]}"),
-        share_check(site, course.cosine[:, 0], _first_cosine(task), "step 0", measure=cosine),
-        share_check(site, course.cosine[:, at[16]], None, "step 16", measure=cosine),
-        share_check(site, visible, task.visible_curvature, "all", measure="visible curvature"),
-        share_check(site, _turnings(cloud), task.turning_step(RATE), "gradient", measure="step that turns half normal"),
-        *_nulls(site, x, task, generator),
+    read = [("gradient", step, course.gradient[:, at[step]], law[at[step]]) for step in (0, 2, 4, 8)]
+    read += [("weight change", step, course.change[:, at[step] - 1], law_change[at[step] - 1]) for step in (8, 64, 256)]
+    c, turn = "non-cancellation c", "step that turns half of it normal"
+    checks = [
+        *(mean_check(where, site, f"{SHARE}, step {step}", y, float(truth), FINITE) for site, step, y, truth in read),
+        mean_check(where, "gradient", f"{SHARE}, step {STEPS[-1]}", course.gradient[:, -1]),
+        mean_check(where, "gradient", turn, _turnings(cloud), task.turning_step(RATE)),
+        mean_check(where, "gradient", f"{c}, step 0", course.cosine[:, 0], _first_cosine(task)),
+        mean_check(where, "gradient", f"{c}, step 16", course.cosine[:, at[16]]),
+        mean_check(where, "inputs", "visible curvature", visible, task.visible_curvature),
+        *_nulls(where, x, task, generator),
     ]
     null = torch.full_like(law, task.variance_share)
     series = (
-        share_line(site, STEPS, course.gradient, "gradient", law),
-        share_line(site, STEPS[1:], course.change, "weight change", law_change),
-        share_line(site, STEPS, course.dealt, "signals dealt to other rows"),
-        share_line(site, STEPS, independent_shares(x, len(STEPS), generator), "independent signals", null),
-        share_line(site, STEPS, course.least, "least share by the proposition"),
-        flat_line(site, STEPS, D / WIDTH, "chance"),
+        share_line(where, STEPS, course.gradient, "gradient", shown(law, 1e-6)),
+        share_line(where, STEPS[1:], course.change, "weight change", law_change),
+        share_line(where, STEPS, independent_shares(x, len(STEPS), generator), "independent signals", null),
+        share_line(where, STEPS, course.dealt, "signals dealt to other rows"),
+        share_line(where, STEPS, shown(course.least, 1e-3), "least share by the proposition"),
+        flat_line(where, STEPS, D / WIDTH, "chance"),
     )
     return Outcome(tuple(checks), series, ("step 0 stands at 1/2 on the axis",))
 
@@ -170,14 +170,14 @@ def independent_shares(
     return torch.stack([tangent_share(one, D) for one in drawn], dim=1)
 
 
-def _nulls(site: str, x: Float[Tensor, "r n w"], task: LinearTask, generator: torch.Generator) -> list[Check]:
+def _nulls(where: str, x: Float[Tensor, "r n w"], task: LinearTask, generator: torch.Generator) -> list[Check]:
     """Two gradients that hold ``v`` by construction: of independent signals, and of batches once all is learnt."""
     repeats, rows, _ = x.shape
     v = task.variance_share
     g = torch.randn(repeats, rows, OUTPUTS, generator=generator, dtype=torch.float64)
     drawn = g.mT @ x
     sizes = drawn[..., :D].square().sum(dim=(1, 2)), drawn.square().sum(dim=(1, 2))
-    independent = Check(site, "tangent share", pooled_share(*sizes, "g drawn apart from x"), v, "independent signals")
+    independent = Check("independent signals", SHARE, pooled_share(*sizes, "g drawn apart from x"), v, where)
     # Targets that a linear layer can learn but for their noise: at the optimum the signal is that noise.
     f = x[..., :D] @ task.slope.T + g
     cloud = Cloud.of(x, f)
@@ -188,11 +188,11 @@ def _nulls(site: str, x: Float[Tensor, "r n w"], task: LinearTask, generator: to
     batches = parts[0].mT @ parts[1] / BATCH
     sizes = batches[..., :D].square().sum(dim=(1, 2, 3)), batches.square().sum(dim=(1, 2, 3))
     late = pooled_share(*sizes, f"gradients of batches of {BATCH} at the least squares")
-    first = tangent_share(cloud.both, D)
+    target = "linear target with noise"
     return [
         independent,
-        Check(site, "tangent share", late, v, "batches, linear target with noise, at the optimum"),
-        share_check(site, first, None, "gradient, linear target with noise, step 0"),
+        Check(f"batches at the optimum, {target}", SHARE, late, v, where),
+        mean_check(where, f"gradient, {target}", f"{SHARE}, step 0", tangent_share(cloud.both, D)),
     ]
 
 

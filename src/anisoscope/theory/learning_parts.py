@@ -48,17 +48,16 @@ def dealt_share(x: Float[Tensor, "r n w"], g: Float[Tensor, "r n m"], d: int) ->
     return torch.tensor([expected_share(one, signal, basis) for one, signal in some], dtype=torch.float64)
 
 
-def share_check(
+def mean_check(
+    where: str,
     site: str,
+    measure: str,
     values: Float[Tensor, "r"],
-    truth: float | None,
-    name: str,
-    *,
-    measure: str = SHARE,
+    truth: float | None = None,
     tolerance: float = 0.0,
 ) -> Check:
     """A mean over repeats beside its truth."""
-    return Check(site, measure, over_repeats(values, "mean", what=REPEATS), truth, name, tolerance)
+    return Check(site, measure, over_repeats(values, "mean", what=REPEATS), truth, where, tolerance)
 
 
 def pooled_share(tangent: Float[Tensor, "r"], whole: Float[Tensor, "r"], method: str) -> Estimate:
@@ -71,14 +70,19 @@ def pooled_share(tangent: Float[Tensor, "r"], whole: Float[Tensor, "r"], method:
 
 
 def share_line(
-    site: str, steps: Sequence[int], y: Float[Tensor, "r m"], name: str, law: Float[Tensor, "m"] | None = None
+    where: str, steps: Sequence[int], y: Float[Tensor, "r m"], site: str, law: Float[Tensor, "m"] | None = None
 ) -> Series:
     """One line of a figure of shares over steps; step 0 stands at 1/2, so that logarithmic axes can show it."""
     x = torch.tensor([max(step, 0.5) for step in steps], dtype=torch.float64)
-    return series_of(site, SHARE, x, y, ("step", SHARE), slice=name, law=law)
+    return series_of(site, SHARE, x, y, ("step", SHARE), slice=where, law=law)
 
 
-def flat_line(site: str, steps: Sequence[int], value: float, name: str) -> Series:
+def flat_line(where: str, steps: Sequence[int], value: float, site: str) -> Series:
     """A constant that is known exactly, such as chance."""
     x = tuple(max(float(step), 0.5) for step in steps)
-    return Series(site, SHARE, x, (value,) * len(x), None, "step", SHARE, name)
+    return Series(site, SHARE, x, (value,) * len(x), None, "step", SHARE, where)
+
+
+def shown(share: Tensor, least: float) -> Tensor:
+    """The same with zero for what is below ``least``: on an axis of shares it would only ask for logarithms."""
+    return torch.where(share < least, 0.0, share)

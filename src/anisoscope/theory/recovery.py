@@ -6,7 +6,9 @@ chance is K/D. Laws stand in recovery_laws.py. Every error bar is over independe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,6 +28,7 @@ from anisoscope.theory.recovery_laws import (
     random_recovery_variance,
     recovery,
     sphere_recovery,
+    sphere_recovery_variance,
 )
 from anisoscope.theory.surfaces import Surface, make_surface
 
@@ -83,29 +86,26 @@ def noise(seed: int, *, repeats: int = 8, many: int = 96, kinds: Sequence[str] =
     at = partial(recoveries, surface, n=n, spread=1.0)
     levels = (0.1, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
     broken = breaking_noise(1.0, **shape)
-    site = f"flat cloud d={d} D={width} n={n}"
+    where = f"flat cloud, d={d} D={width} n={n}"
     labels = ("noise / spread", RECOVERED)
 
     x, pca = _swept(levels, seed, many, lambda level, seeds: at("pca", d, noise=level, seeds=seeds))
     law = torch.tensor([1 - flat_loss(1.0, level, **shape) for level in levels], dtype=torch.float64)
-    series = [series_of(site, RECOVERED, x, pca, labels, slice="pca", law=law)]
-    checks = [
-        Check(site, LOST, over_repeats(1 - pca[:, i], "1 - |T^T Q|^2 / d", what=CLOUDS, n=n), 1 - float(law[i]), name)
-        for i, name in ((0, "pca, noise 0.1"), (1, "pca, noise 0.35"), (2, "pca, noise 0.5"))
-    ]
+    series = [series_of("pca", RECOVERED, x, pca, labels, slice=where, law=law)]
+    checks = [_loss(where, 1 - pca[:, i], 1 - float(law[i]), f"noise {levels[i]}", n, tolerance=0.0) for i in (0, 1, 2)]
     # Half of a curve in the limit of large D and n: finite ones round the corner at the breaking noise.
     exact = torch.linspace(0.1, broken, 4001, dtype=torch.float64)
     curve = torch.tensor([1 - flat_loss(1.0, float(level), **shape) for level in exact], dtype=torch.float64)
-    checks.append(_half(site, x, pca, "pca", crossing(exact, curve, 0.5)))
+    checks.append(_half(where, x, pca, "pca", crossing(exact, curve, 0.5)))
     for kind in (one for one in kinds if one != "pca"):
         one = partial(_at_noise, at, kind, d)
         _, found = _swept(levels, seed, repeats, one)
         chance = torch.full_like(x, random_recovery(d, width)) if kind == "random" else None
-        series.append(series_of(site, RECOVERED, x, found, labels, slice=kind, law=chance))
+        series.append(series_of(kind, RECOVERED, x, found, labels, slice=where, law=chance))
         if kind != "random":
-            checks.append(_half(site, x, found, kind, None))
+            checks.append(_half(where, x, found, kind, None))
     return Outcome(
-        (*checks, *_chance(seed, d, width)),
+        (*checks, *_chance(seed, d, width, where)),
         tuple(series),
         (
             f"PCA breaks at a noise of {broken:.3f} spreads: (n-d-2)/(D-d) to the fourth root",
@@ -118,14 +118,14 @@ def _at_noise(at: Callable[..., Tensor], kind: str, rank: int, level: float, see
     return at(kind, rank, noise=level, seeds=seeds)
 
 
-def _half(site: str, x: Tensor, found: Float[Tensor, "r m"], kind: str, truth: float | None) -> Check:
+def _half(where: str, x: Tensor, found: Float[Tensor, "r m"], kind: str, truth: float | None) -> Check:
     """The noise at which half of the tangent space is lost, on the curve of each cloud."""
     each = torch.tensor([crossing(x, one, 0.5) for one in found], dtype=torch.float64)
     estimate = over_repeats(each, "noise where recovery is 1/2", what=CLOUDS)
-    return Check(site, "noise that loses half", estimate, truth, kind, tolerance=0.0 if truth is None else 0.04)
+    return Check(kind, "noise that loses half", estimate, truth, where, tolerance=0.0 if truth is None else 0.04)
 
 
-def _chance(seed: int, d: int, width: int, draws: int = 400) -> tuple[Check, ...]:
+def _chance(seed: int, d: int, width: int, where: str, draws: int = 400) -> tuple[Check, ...]:
     """Random bases: mean and variance of their recovery, exact."""
     tangent = make_surface("quadratic", dimension=d, width=width, kappa=0.0, seed=seed).base.tangent
     rows, checks = torch.eye(2, width, dtype=torch.float64), []
@@ -134,11 +134,11 @@ def _chance(seed: int, d: int, width: int, draws: int = 400) -> tuple[Check, ...
         found = torch.tensor([recovery(basis, tangent) for basis in bases], dtype=torch.float64)
         mean = random_recovery(rank, width)
         for measure, values, truth in (
-            (RECOVERED, found, mean),
-            ("variance of it over bases", (found - mean).square(), random_recovery_variance(rank, d, width)),
+            (f"{RECOVERED}, K={rank}", found, mean),
+            (f"its variance over bases, K={rank}", (found - mean).square(), random_recovery_variance(rank, d, width)),
         ):
             estimate = over_repeats(values, "Haar bases", what="random bases")
-            checks.append(Check(f"D={width}", measure, estimate, truth, f"random, K={rank}"))
+            checks.append(Check("random", measure, estimate, truth, where))
     return tuple(checks)
 
 
@@ -151,7 +151,8 @@ def curvature(seed: int, *, repeats: int = 8, many: int = 200, kinds: Sequence[s
 
     form = normal_form(curved(1.0).base)
     broken = breaking_curvature(form, 1.0) / float(form.norm())  # as kappa, in units of 1 / spread
-    site = f"curved cloud d={d} D={width}"
+    cloud = f"d={d} D={width}"
+    little, rows_at, wide = f"little curvature, {cloud} n={n}", f"kappa 0.2, {cloud}", f"much curvature, {cloud} n={n}"
 
     def lost(kappa: float, rows: int, level: float, seeds: range) -> Tensor:
         return 1 - recoveries(curved(kappa), "pca", d, n=rows, spread=1.0, noise=level, seeds=seeds)
@@ -162,17 +163,17 @@ def curvature(seed: int, *, repeats: int = 8, many: int = 200, kinds: Sequence[s
     kappas, sizes = (0.02, 0.05, 0.1, 0.2, 0.4), (200.0, 400.0, 800.0, 1600.0)
     x, pca = _swept(kappas, seed, many, lambda kappa, seeds: lost(kappa, n, 0.0, seeds))
     truths = torch.tensor([law(kappa) for kappa in kappas], dtype=torch.float64)
-    by_kappa = series_of(f"{site} n={n}", LOST, x, pca, ("kappa * spread", LOST), slice="pca", law=truths)
-    checks = [_loss(f"{site} n={n}", pca[:, i], float(truths[i]), f"pca, kappa {kappas[i]}", n) for i in (2, 4)]
+    by_kappa = series_of("pca", LOST, x, pca, ("kappa * spread", LOST), slice=little, law=truths)
+    checks = [_loss(little, pca[:, i], float(truths[i]), f"kappa {kappas[i]}", n) for i in (2, 4)]
     both = lost(0.2, n, 0.1, repeat_seeds(seed, many, 20))
-    checks.append(_loss(f"{site} n={n}", both, law(0.2, n, 0.1), "pca, kappa 0.2, noise 0.1", n))
+    checks.append(_loss(little, both, law(0.2, n, 0.1), "kappa 0.2 and noise 0.1", n))
     # A slope of 2 is the limit of little curvature: on the first three, where the gap of variances is hardly touched.
-    checks.append(_slope(site, "slope of the loss in curvature", x[:3], pca[:, :3], 2.0))
+    checks.append(_slope(little, "slope of the loss in curvature", x[:3], pca[:, :3], 2.0))
     x_n, by_n = _swept(sizes, seed + 500, many, lambda rows, seeds: lost(0.2, int(rows), 0.0, seeds))
     law_n = torch.tensor([law(0.2, int(rows)) for rows in sizes], dtype=torch.float64)
-    by_rows = series_of(f"{site} kappa=0.2", LOST, x_n, by_n, ("rows", LOST), slice="pca", law=law_n)
-    checks.append(_slope(site, "slope of the loss in rows", x_n, by_n, -1.0))
-    series, shown = _kinds_by_curvature(curved, seed, repeats, broken, f"{site} n={n}", n, kinds)
+    by_rows = series_of("pca", LOST, x_n, by_n, ("rows", LOST), slice=rows_at, law=law_n)
+    checks.append(_slope(rows_at, "slope of the loss in rows", x_n, by_n, -1.0))
+    series, shown = _kinds_by_curvature(curved, seed, repeats, broken, wide, n, kinds)
     return Outcome(
         (*checks, *shown),
         (by_kappa, by_rows, *series),
@@ -180,17 +181,19 @@ def curvature(seed: int, *, repeats: int = 8, many: int = 200, kinds: Sequence[s
     )
 
 
-def _loss(site: str, values: Float[Tensor, "r"], truth: float, name: str, n: int) -> Check:
-    # The law is the first order in 1/n; the next one was measured as some -10/n of it.
+def _loss(
+    where: str, values: Float[Tensor, "r"], truth: float, name: str, n: int, tolerance: float | None = None
+) -> Check:
+    # The law of curvature is the first order in 1/n; the next one was measured as some -10/n of it.
     estimate = over_repeats(values, "1 - |T^T Q|^2 / d", what=CLOUDS, n=n)
-    return Check(site, LOST, estimate, truth, name, tolerance=12 / n)
+    return Check("pca", f"{LOST}, {name}", estimate, truth, where, tolerance=12 / n if tolerance is None else tolerance)
 
 
-def _slope(site: str, name: str, x: Tensor, y: Float[Tensor, "r m"], truth: float) -> Check:
+def _slope(where: str, name: str, x: Tensor, y: Float[Tensor, "r m"], truth: float) -> Check:
     """The slope on log-log axes of means over groups of clouds: the logarithm of a single loss is skewed."""
     groups = torch.stack([part.mean(dim=0) for part in y.chunk(10)])
     estimate = over_repeats(loglog_slopes(x, groups), "log-log least squares", what="groups of clouds")
-    return Check(site, name, estimate, truth, "pca", tolerance=0.02)
+    return Check("pca", name, estimate, truth, where, tolerance=0.02)
 
 
 def _kinds_by_curvature(
@@ -198,7 +201,7 @@ def _kinds_by_curvature(
     seed: int,
     repeats: int,
     broken: float,
-    site: str,
+    where: str,
     n: int,
     kinds: Sequence[str],
 ) -> tuple[list[Series], list[Check]]:
@@ -213,10 +216,10 @@ def _kinds_by_curvature(
             return recoveries(surface, kind, surface.dimension, n=n, spread=1.0, noise=0.0, seeds=seeds)
 
         x, y = _swept(shares, seed, repeats, one)
-        series.append(series_of(site, RECOVERED, x, y, labels, slice=kind))
+        series.append(series_of(kind, RECOVERED, x, y, labels, slice=where))
         for i in (2, 5):
             estimate = over_repeats(y[:, i], "|T^T Q|^2 / d", what=CLOUDS, n=n)
-            checks.append(Check(site, RECOVERED, estimate, None, f"{kind}, {shares[i]} of the breaking kappa"))
+            checks.append(Check(kind, f"{RECOVERED}, {shares[i]} of the breaking kappa", estimate, None, where))
     return series, checks
 
 
@@ -232,15 +235,19 @@ def _sphere_ranks(seed: int, repeats: int, kinds: Sequence[str]) -> Outcome:
     clouds = [sphere.sample(n, seed=at).x for at in repeat_seeds(seed, repeats)]
     # Other points than the fit saw: a basis of large variance turns towards the normals of its own points.
     tangents = [sphere.sample(n, seed=at).tangent for at in repeat_seeds(seed, repeats, 1)]
-    site, ranks = f"whole sphere S^{d} D={width}", range(1, d + 2)
+    where, ranks = f"whole sphere S^{d}, D={width}", range(1, d + 2)
     checks, series = [], []
     for kind in kinds:
         found = _by_rank(clouds, tangents, kind, ranks, seed)
         law = torch.tensor([k / width if kind == "random" else sphere_recovery(k, d) for k in ranks]).double()
         x = torch.tensor([float(k) for k in ranks], dtype=torch.float64)
-        series.append(series_of(site, RECOVERED, x, found, ("rank K", RECOVERED), slice=kind, law=law))
+        series.append(series_of(kind, RECOVERED, x, found, ("rank K", RECOVERED), slice=where, law=law))
         middle = over_repeats(found[:, 2], "|T^T Q|^2 / d over fresh points", what=CLOUDS, n=n)
-        checks.append(Check(site, RECOVERED, middle, float(law[2]), f"{kind}, K=3"))
+        # Few repeats know their own spread badly; here it is known exactly, of points and of random bases.
+        variance = sphere_recovery_variance(3, d) / n
+        variance += random_recovery_variance(3, d + 1, width) if kind == "random" else 0.0
+        middle = replace(middle, stderr=math.sqrt(variance / repeats), dof=None)
+        checks.append(Check(kind, f"{RECOVERED}, K=3", middle, float(law[2]), where))
     return Outcome(tuple(checks), tuple(series))
 
 
@@ -252,16 +259,19 @@ def _local_ranks(seed: int, repeats: int, kinds: Sequence[str]) -> Outcome:
     ranks = (1, 2, 3, 4, 6, 8)
     x = torch.tensor([float(k) for k in ranks], dtype=torch.float64)
     loss = curved_loss(normal_form(surface.base), 1.0, level, n)
-    site = f"local cloud d={d} D={width} kappa=0.3 noise={level}"
+    where = f"local cloud, d={d} D={width}, kappa 0.3, noise {level}"
     checks, series = [], []
     for kind in kinds:
         found = _by_rank(clouds, [surface.base.tangent] * repeats, kind, ranks, seed)
         law = x / width if kind == "random" else None
         if kind == "pca":  # each of the first d directions loses the same share
             law = torch.where(x <= d, x / d * (1 - loss), 1.0)
-        series.append(series_of(site, RECOVERED, x, found, ("rank K", RECOVERED), slice=kind, law=law))
+        series.append(series_of(kind, RECOVERED, x, found, ("rank K", RECOVERED), slice=where, law=law))
         estimate = over_repeats(found[:, 3], "|T^T Q|^2 / d", what=CLOUDS, n=n)
-        checks.append(Check(site, RECOVERED, estimate, d / width if kind == "random" else None, f"{kind}, K=d"))
+        if kind == "random":
+            spread = math.sqrt(random_recovery_variance(d, d, width) / repeats)
+            estimate = replace(estimate, stderr=spread, dof=None)
+        checks.append(Check(kind, f"{RECOVERED}, K=d", estimate, d / width if kind == "random" else None, where))
     return Outcome(tuple(checks), tuple(series))
 
 

@@ -108,6 +108,12 @@ def sphere_recovery(rank: int, dimension: int) -> float:
     return min(rank / (dimension + 1), 1.0)
 
 
+def sphere_recovery_variance(rank: int, dimension: int) -> float:
+    """Variance of that share over the points of the sphere, exact: ``|Q^T n|^2`` of a normal n is Beta distributed."""
+    m = dimension + 1
+    return 2 * rank * (m - rank) / (m**2 * (m + 2)) / dimension**2
+
+
 def attenuation(spread: float, noise: float) -> float:
     """The factor by which noise in the tangent coordinates shrinks a fitted II: ``(spread^2/(spread^2+noise^2))^2``.
 
