@@ -316,5 +316,6 @@ def test_rows_on_tensor_cores_are_multiplied_in_two_parts():
     assert torch.equal(high + low, rows)
     assert bool((low.abs() <= rows.abs() * 2.0**-10).all())
     assert torch.equal(high.view(torch.int32) & ((1 << 13) - 1), torch.zeros_like(high, dtype=torch.int32))
-    truth = rows.double().T @ rows.double()
-    assert torch.allclose(gram_in_parts(rows), truth, rtol=1e-6, atol=1e-6 * float(truth.diagonal().min()))
+    rows = draw(2500, 30) * torch.logspace(-3, 0, 30)  # neither a whole number of parts nor one part
+    truth, size = rows.double().T @ rows.double(), rows.double().norm(dim=0)
+    assert float(((gram_in_parts(rows) - truth) / size[:, None] / size).abs().max()) < 1e-6

@@ -24,8 +24,8 @@ multiplied on tensor cores, in two parts each: six digits."""
 
 BLOCK_ROWS = 4096  # rows multiplied at a time: full speed, and still in cache
 NARROWED_ROWS = 256  # rows looked at together where nothing is multiplied: they stay in cache
-PARTED_WIDTH = 512  # from here on tensor cores win
-PARTED_ROWS = 1024  # tensor cores cut off where others round: longer sums would lose digits
+PARTED_WIDTH = 2048  # from here on tensor cores win
+PARTED_ROWS = 1024  # multiplied at a time there
 STRIP_COLUMNS = 64  # narrower strips than this no longer run at full speed
 SAFE_SIZE = 2.0**64  # rows between this and its inverse: eighth powers, the highest in use, stay far inside float64
 
@@ -77,7 +77,7 @@ class Moments:
         """The state in units of ``2**exponent``, and the largest squared distance from a rough centre that was met."""
         count, width = rows.shape
         in_parts = precision == "mixed" and width >= PARTED_WIDTH and has_tensor_cores(rows.device)
-        blocks = rows.split(PARTED_ROWS if in_parts else BLOCK_ROWS)
+        blocks = rows.split(BLOCK_ROWS)
         # One rough centre for all blocks: what it misses of the mean is summed up and taken off at the end.
         if exponent:
             scale = math.ldexp(1.0, -exponent)
@@ -215,8 +215,15 @@ def gram(y_ND: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
 
 
 def gram_in_parts(y_ND: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
-    """``y^T y`` of float32 rows on tensor cores, float64: two products of parts, one of which serves both sides."""
-    high, low = two_parts(y_ND)
+    """``y^T y`` of float32 rows on tensor cores, float64: two products of parts, one of which serves both sides.
+
+    A few rows are multiplied at a time and added up in float64: tensor cores cut off where others round, and longer
+    sums would lose digits.
+    """
+    count, width = y_ND.shape
+    rows = torch.nn.functional.pad(y_ND, (0, 0, 0, -count % PARTED_ROWS)).view(-1, PARTED_ROWS, width)
+    high, low = two_parts(rows)
     with full_precision(y_ND.device), on_tensor_cores(y_ND.device.type == "cuda"):
-        own, across = high.T @ high, high.T @ low
-    return own.double() + (across + across.T)
+        own, across = high.mT @ high, high.mT @ low
+    across = across.sum(dim=0, dtype=torch.float64)
+    return own.sum(dim=0, dtype=torch.float64) + across + across.T

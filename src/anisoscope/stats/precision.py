@@ -50,7 +50,7 @@ def on_tensor_cores(wanted: bool = True) -> Iterator[None]:
             torch.set_float32_matmul_precision("highest")
 
 
-def two_parts(rows: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]]:
+def two_parts(rows: Float[Tensor, "*rows d"]) -> tuple[Float[Tensor, "*rows d"], Float[Tensor, "*rows d"]]:
     """``high`` keeps the ten bits of a TF32 number, ``low`` is the exact rest, of which TF32 keeps ten more.
 
     A product of two rows is then ``high.high + high.low + low.high`` up to one part in four million of their lengths.
