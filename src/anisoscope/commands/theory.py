@@ -73,6 +73,9 @@ def theory(
             judged += sum(check.truth is not None for check in outcome.checks)
             if not quiet:
                 console.print(check_table(one, outcome))
+                for words in (one.question, *outcome.notes):
+                    console.print(f"  {words}", markup=False, highlight=False, style="dim")
+                console.print()
     _line(console, f"{judged - off} of {judged} numbers agree with the truth, within 5 standard errors (se)")
     _line(console, f"run:     {folder}")
     if not no_report:
@@ -152,9 +155,6 @@ def check_table(experiment: Experiment, outcome: Outcome) -> Table:
         title=escape(f"{experiment.title} ({experiment.name})"),
         title_justify="left",
         title_style="bold",
-        caption=escape("\n".join((experiment.question, *outcome.notes))),
-        caption_justify="left",
-        min_width=78,
     )
     table.add_column("number", min_width=30)
     for name in ("truth", "estimate", "± stderr", "off by", ""):

@@ -142,7 +142,7 @@ def _figure(one: Series) -> Figure:
     dressed = tuple(_dressed(panel, style) for panel in panels)
     toggles = style.toggles() if len(style.values["where"]) > 1 else ()
     caption = "Points are measured, with 95 % intervals; lines are what theory predicts."
-    if any(curve.name not in {name for _, name, _ in laws} for curve in measured):
+    if any((curve.site, curve.name, curve.slice) not in laws for curve in measured):
         caption += " Panels without a line show what no law foretells."
     return Figure(
         key=f"theory-{one.label}",
@@ -181,7 +181,7 @@ def _panel(
     heights = [y for c in (*curves, *mine.values()) for y in c.y]
     log_y = all(y > 0 for y in heights) and spans(heights)
     lines = [_points(curve, log_y) for curve in curves]
-    shared = len({(law.x, tuple(f"{y:.6g}" for y in law.y)) for law in mine.values()}) == 1 and len(mine) > 1
+    shared = len(mine) > 1 and len({tuple(f"{v:.6g}" for v in (*law.x, *law.y)) for law in mine.values()}) == 1
     for site, law in list(mine.items())[: 1 if shared else None]:
         lines.append(_law(law, site, log_x, log_y, shared))
     return Panel(
