@@ -92,7 +92,8 @@ def run_one(writer: RunWriter, experiment: Experiment, seed: int) -> Outcome | N
     began = time.perf_counter()
     head = {"kind": "theory", "title": experiment.title, "question": experiment.question, "seed": seed}
     try:
-        outcome = experiment.run(seed)
+        with one_thread():
+            outcome = experiment.run(seed)
     except Exception as error:
         with writer.probe(step=0, cell=experiment.name, info=head | {"truths": [], "notes": []}) as probe:
             probe.fail(site="experiment", measure=experiment.name, slice="all", error=error)
@@ -109,6 +110,19 @@ def run_one(writer: RunWriter, experiment: Experiment, seed: int) -> Outcome | N
         for series in outcome.series:
             _add_series(probe, series)
     return outcome
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread for torch: many small steps gain nothing from more, and sums then do not depend on their number."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def truth_of(check: Check) -> dict[str, Any]:
