@@ -71,6 +71,7 @@ def test_experiments_are_named_apart():
 def test_the_same_seed_gives_the_same_outcome():
     runs = [learning_mlp.two_layers(seed, repeats=2, rows=50, last=2) for seed in (3, 3, 4)]
     assert runs[0] == runs[1] != runs[2]
+    assert learning.linear(3, repeats=2, rows=128) == learning.linear(3, repeats=2, rows=128)
 
 
 # Wrong laws

@@ -181,7 +181,8 @@ def _nulls(where: str, x: Float[Tensor, "r n w"], task: LinearTask, generator: t
     # Targets that a linear layer can learn but for their noise: at the optimum the signal is that noise.
     f = x[..., :D] @ task.slope.T + g
     cloud = Cloud.of(x, f)
-    best = torch.linalg.lstsq(x, f).solution
+    # The cloud does not fill its space: least squares through the moments, without the directions it leaves empty.
+    best = torch.linalg.pinv(cloud.inputs, rtol=1e-9, hermitian=True) @ cloud.both.mT
     rest = x @ best - f
     count = rows // BATCH * BATCH
     parts = [one[:, :count].unflatten(1, (-1, BATCH)) for one in (rest, x)]
