@@ -170,7 +170,7 @@ MUTANTS = [
     Mutant("tangent/anisotropy.py", "- 2 * image.square()", "- image.square()", (ENERGY,)),
     Mutant("tangent/frequency.py", "(of_type / (of_type - 1)).sqrt()", "1.0", ("tests/test_tangent_frequency.py",)),
     Mutant(
-        "tangent/descent.py", "torch.clamp_min(spare, 0, out=z[k])", "z[k].copy_(spare)", ("tests/test_seminmf.py",)
+        "tangent/descent.py", "torch.clamp_min(spare, 0, out=own[k])", "own[k].copy_(spare)", ("tests/test_seminmf.py",)
     ),
     Mutant("monitoring/tangents.py", "view.step == self.steps", "view.step > self.steps", (TANGENTS,)),
     Mutant("monitoring/tangents.py", "sum(nulls) / 2", "sum(nulls)", (TANGENTS,)),
