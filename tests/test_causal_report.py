@@ -129,7 +129,7 @@ def test_the_page_has_the_section_with_its_figures_and_limits(run, found, values
     assert page.count('<h2 id="effect-of-token-frequency-title">Effect of token frequency</h2>') == 1
     assert "It does not show that text with another exponent would do the same" in page
     assert "Out of reach: 1.5; further would leave fewer than 10 % of the windows" in page
-    assert "the placebo has the same noise and no change of types" in page
+    assert "a placebo has the same noise and no change of types" in page
     figures = {figure.key: figure for figure in causal_figures(found)}
     assert list(figures) == ["causal-geometry", "causal-energy", "causal-distances", "causal-losses"]
     panel = figures["causal-geometry"].panels[0]
@@ -153,6 +153,11 @@ def test_words_and_tables_count_what_is_there(found):
     assert [row[0] for row in models.rows][:1] == ["even"] and len(models.rows) == 5 and len(slopes.rows) == len(places)
     assert models.head[-1] == "Held-out loss (nats)" and slopes.head[-1] == "dealt minus plain"
     assert all(one.adjusted is None or 0 <= one.adjusted <= 1 for one in tested.values())
+    place = Place("spectral_ratio", "resid.1")
+    even, plain, steep = (arm.at_end(place).estimate.value for arm in lines_of_arms(arms_of(found))["loss"])
+    assert tested[place].bent == ((plain - even) * (steep - plain) < 0)
+    drawn = slopes_of(lines_of_arms(arms_of(found))["resample"], places)
+    assert not any(one.bent for one in drawn.values())  # two points
 
 
 def test_languages_show_what_is_above_the_entropy_rate(tmp_path):

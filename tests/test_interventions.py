@@ -224,6 +224,16 @@ def test_an_exponent_within_reach_is_reached_and_one_beyond_is_told(corpus):
         assert far.reached.stderr > 0 and far.shares.sum() == pytest.approx(1.0)
 
 
+def test_a_placebo_draws_as_unevenly_and_leaves_the_exponent(corpus):
+    spec = FrequencySpec(method="resample", exponent=0.0)
+    real = corpus.with_frequency(spec, "causal").frequency
+    dealt = corpus.with_frequency(spec.model_copy(update={"placebo": True}), "causal").frequency
+    assert np.array_equal(np.sort(real.shares), np.sort(dealt.shares)) and dealt.method == "placebo"
+    assert dealt.effective_share == real.effective_share and not dealt.short
+    assert abs(dealt.reached.value - real.own.value) < 5 * dealt.reached.stderr
+    assert abs(real.reached.value - real.own.value) > 10 * dealt.reached.stderr
+
+
 def test_the_windows_of_rounds_have_the_exponent_that_is_told(corpus):
     changed = corpus.with_frequency(FrequencySpec(method="resample", exponent=3.0), "causal")
     plan, count = changed.frequency, len(changed.starts)
@@ -389,7 +399,7 @@ def test_losses_by_frequency_are_parts_of_the_whole(data, kind):
         ({"models.loss.frequency.expnent": 1}, "unknown key models[1].frequency.expnent; did you mean 'exponent'?"),
         ({"models.plain.frequency": {"method": "loss"}}, "models[0].frequency.exponent is missing"),
         ({"models.loss.frequency.largest_weight": 1.0}, "frequency.largest_weight is 1.0; input should be greater"),
-        ({"models.resample.frequency.placebo": True}, "placebo is for method loss; resampling has no weights"),
+        ({"models.resample.frequency.largest_weight": 9}, "largest_weight is for method loss; resampling has no"),
         ({"models.plain.language": {"exponent": 1}}, "a language is for source zipf, not for 'embedded'"),
         ({"data.language": {"exponent": 1}}, "data: a language is for source zipf, not for 'embedded'"),
         ({"data.source": "zipf", "data.language": {}}, "is ids, which tokenizer bpe cannot read; use tokenizer: {kind"),

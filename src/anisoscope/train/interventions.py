@@ -55,13 +55,12 @@ class FrequencySpec(BaseModel):
     largest_weight: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] | None = None
     """With ``loss``: no target weighs more. The power is solved for with it; what cannot be reached is told."""
     placebo: bool = False
-    """With ``loss``: the same weights, dealt to positions at random. As noisy, and no type weighs more than another."""
+    """The same weights dealt to positions at random, or the same shares to windows: as noisy, and no change of law."""
 
     @model_validator(mode="after")
     def _fits(self) -> FrequencySpec:
-        if self.method == "resample" and (self.placebo or self.largest_weight is not None):
-            word = "placebo" if self.placebo else "largest_weight"
-            raise ValueError(f"{word} is for method loss; resampling has no weights in the loss")
+        if self.method == "resample" and self.largest_weight is not None:
+            raise ValueError("largest_weight is for method loss; resampling has no weights in the loss")
         return self
 
 
@@ -86,7 +85,7 @@ class FrequencyPlan:
     table: Float[Tensor, "v"] | None = None
     shares: Float[np.ndarray, "w"] | None = None
     law: Float[np.ndarray, "v"] | None = None
-    """Of a placebo: cumulative shares of the types, which weights are dealt by."""
+    """Of a placebo with weights: cumulative shares of the types, which they are dealt by."""
     entropy_rate: Estimate | None = None
     """Of a language that is known: nats a token that no model can go below."""
 
@@ -152,7 +151,7 @@ def plan_frequency(spec: FrequencySpec | None, targets: Int[Tensor, "w t"], voca
         return FrequencyPlan(NONE, None, own, own, 1.0, 1.0)
     method = PLACEBO if spec.placebo else spec.method
     if abs(spec.exponent - own.value) <= SAME:
-        return FrequencyPlan(method, spec.exponent, own, own, 0.0 if method == RESAMPLE else 1.0, 1.0)
+        return FrequencyPlan(method, spec.exponent, own, own, 0.0 if spec.method == RESAMPLE else 1.0, 1.0)
     if spec.method == RESAMPLE:
         return _resampled(spec, targets, rank, counts, own)
     power, table = zipf_weights(counts, spec.exponent, spec.largest_weight)
@@ -236,10 +235,13 @@ def _resampled(
 
     tilt = furthest if missing(furthest) >= 0 else _solve(missing, 0.0, 0.0, furthest)
     p = shares(tilt)
+    if spec.placebo:
+        p = p[torch.from_numpy(np.random.default_rng([DEALT]).permutation(len(p)))]
     mean = float(p @ mean_W)
     value = _exponent(mean, rank[counts > 0])
     reached = _estimate(value, p * (mean_W - mean), rank[counts > 0])
-    return FrequencyPlan(RESAMPLE, spec.exponent, own, reached, sign * tilt, effective(tilt), shares=p.numpy())
+    method = PLACEBO if spec.placebo else RESAMPLE
+    return FrequencyPlan(method, spec.exponent, own, reached, sign * tilt, effective(tilt), shares=p.numpy())
 
 
 def _over_windows(targets: Int[Tensor, "w t"], rank: Tensor, counts: Tensor, table: Tensor) -> Estimate:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from anisoscope.estimate import Estimate
 from anisoscope.views.causal import (
@@ -55,11 +57,15 @@ NEVER = (
 
 @dataclass(frozen=True)
 class Slope:
-    """One slope with its p-value, adjusted over all slopes of the same method."""
+    """One slope with its p-value, adjusted over all slopes of the same method.
+
+    ``bent``: means over seeds do not rise or fall all the way, so a straight line hides what happens.
+    """
 
     place: Place
     estimate: Estimate
     adjusted: float | None
+    bent: bool = False
 
     @property
     def sure(self) -> bool:
@@ -85,7 +91,13 @@ def slopes_of(arms: Sequence[Arm], places: Sequence[Place]) -> dict[Place, Slope
     found = {place: value for place in places if (value := slope(arms, place)) is not None}
     tested = [place for place, one in found.items() if one.stderr]
     adjusted = dict(zip(tested, _corrected([found[place] for place in tested])))
-    return {place: Slope(place, one, adjusted.get(place)) for place, one in found.items()}
+    return {place: Slope(place, one, adjusted.get(place), _bent(arms, place)) for place, one in found.items()}
+
+
+def _bent(arms: Sequence[Arm], place: Place) -> bool:
+    means = [statistics.fmean(values) for arm in arms if (values := arm.by_seed(place).values())]
+    rises = {after > before for before, after in pairwise(means)}
+    return len(rises) > 1
 
 
 def _corrected(estimates: Sequence[Estimate]) -> list[float]:
@@ -112,7 +124,7 @@ def causal_words(shelves: Sequence[Shelf]) -> list[str]:
     shown = [SHOWS[method] for method in lines_of_arms(arms) if method in SHOWS]
     if "loss" in lines_of_arms(arms):
         has = any(arm.method == "placebo" for arm in arms)
-        more = "; the placebo has the same noise and no change of types, and tells the two apart." if has else "."
+        more = "; a placebo has the same noise and no change of types, and tells the two apart." if has else "."
         shown = [words + more if words == SHOWS["loss"] else words for words in shown]
     late = behind(shelves)
     left = [f"Left out, as they are not as far or lack a seed there: {listed(late)}."] if late else []
@@ -148,7 +160,9 @@ def _moved(slopes: Mapping[Place, Slope]) -> list[str]:
     noun = "slope" if len(tested) == 1 else "slopes"
     seeds = tested[0].estimate.over
     whole = f"{len(sure)} of {len(tested)} {noun} differ from 0 at 5 % after the Benjamini-Hochberg correction."
-    named = [one for one in sure if one.place.bin is None]
+    bent = sum(one.bent for one in sure)
+    whole += f" {bent} of them bend (†): a line says little there." if bent else ""
+    named = [one for one in sure if one.place.bin is None and not one.bent]
     if not named:
         return [whole]
     each = [f"{_name(one.place)} by {_signed(one.estimate)}" for one in named]
@@ -168,8 +182,8 @@ def _placebo(arms: Sequence[Arm], places: Sequence[Place]) -> list[str]:
             each = [f"{_name(place)} by {_signed(one)}" for place, one in sure[:4]]
             end = f": {listed(each)}" if each else ""
             said.append(
-                f"{arm.label}: the weights of exponent {arm.told['asked']:g} dealt at random (effective share of "
-                f"targets {100 * float(arm.told['effective_share']):.0f} %) move {len(sure)} of {len(found)} numbers "
+                f"{arm.label}: what exponent {arm.told['asked']:g} takes, dealt at random (effective share "
+                f"{100 * float(arm.told['effective_share']):.0f} %), moves {len(sure)} of {len(found)} numbers "
                 f"away from the plain model after correction{end}."
             )
     return said
@@ -239,7 +253,8 @@ def _slope_table(arms: Sequence[Arm], places: Sequence[Place]) -> list[Table]:
     caption = (
         "Change for one unit of exponent: a least-squares line for each seed through the models of one method, with "
         "the 95 % interval of the mean over seeds (Student's t). * differs from 0 at 5 % after the Benjamini-Hochberg "
-        "correction over the column." + (" Placebo: its difference from the plain model, paired." if placebos else "")
+        "correction over the column; † bends: its means do not rise or fall all the way."
+        + (" Placebo: its difference from the plain model, paired." if placebos else "")
     )
     ends = tuple(f"{arm.label} minus plain" for arm in placebos)
     return [Table(key="causal-slopes", caption=caption, head=(*head, *ends), rows=tuple(rows))]
@@ -252,7 +267,7 @@ def _name(place: Place) -> str:
 
 
 def _slope_words(one: Slope | None) -> str:
-    return "–" if one is None else _signed(one.estimate) + (" *" if one.sure else "")
+    return "–" if one is None else _signed(one.estimate) + (" *" if one.sure else "") + (" †" if one.bent else "")
 
 
 def _signed(estimate: Estimate) -> str:
