@@ -240,6 +240,8 @@ def test_verdicts_in_words(tmp_path):
     words = {name: said[0][1] for name, said in theory_findings(shown).items()}
     assert words["Title of none"] == "All 1 numbers agree with the truth."
     assert "far one (plane), by 3.0 standard errors" in words["Title of far"]
+    (near,) = theory_tables(stored(tmp_path / "near", experiment("near", made(0.999, 1.0))))["Theory: Title of near"]
+    assert near.rows[0][-2] == "+0.0 se"
     (table,) = theory_tables(shown)["Theory: Title of none"]
     assert table.rows[1] == ("plane", "seen", "", "7.00 ± 0.1", "", "shown")
     assert theory_figures(shown) == ()
@@ -259,7 +261,7 @@ def test_many_places_get_a_panel_each_and_slices_too(tmp_path):
     assert first.columns == 3
     assert [panel.title for panel in second.panels] == ["Curve · a", "Curve · b"]
     assert len(second.panels[0].lines) == 2 and len(second.panels[1].lines) == 1 and not second.panels[1].y.log
-    assert "Panels without a line" in second.caption and "Panels without a line" not in first.caption
+    assert "Where points have no line" in second.caption and "Where points have no line" not in first.caption
     assert second.panels[1].lines[0].upper == (None, None, None)
 
 

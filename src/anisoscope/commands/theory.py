@@ -194,7 +194,7 @@ def _distance(check: Check) -> str:
     if check.truth is None:
         return ""
     if check.z is not None:
-        return f"{check.z:+.1f} se"
+        return f"{round(check.z, 1) + 0.0:+.1f} se"  # + 0.0: no minus before a zero
     miss = check.estimate.value - check.truth
     return f"{miss / check.truth:+.1e}" if check.truth else f"{miss:+.1e}"
 

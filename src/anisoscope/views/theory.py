@@ -118,7 +118,7 @@ def _row(truth: Mapping[str, Any], e: Estimate) -> tuple[str, ...]:
     if known is None:
         return (*where, "", value, "", "shown")
     if e.stderr:
-        distance = f"{(e.value - known) / e.stderr:+.1f} se"
+        distance = f"{round((e.value - known) / e.stderr, 1) + 0.0:+.1f} se"  # + 0.0: no minus before a zero
     else:
         distance = f"{(e.value - known) / known:+.1e}" if known else f"{e.value - known:+.1e}"
     return (*where, f"{known:.5g}", value, distance, "agrees" if truth["agrees"] else "off")
@@ -143,7 +143,7 @@ def _figure(one: Series) -> Figure:
     toggles = style.toggles() if len(style.values["where"]) > 1 else ()
     caption = "Points are measured, with 95 % intervals; lines are what theory predicts."
     if any((curve.site, curve.name, curve.slice) not in laws for curve in measured):
-        caption += " Panels without a line show what no law foretells."
+        caption += " Where points have no line, no law foretells them."
     return Figure(
         key=f"theory-{one.label}",
         title=section_of(one),
