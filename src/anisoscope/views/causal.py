@@ -287,7 +287,7 @@ class _Drawing:
             self._panel(pile, "causal-excess", "Loss above the entropy rate", "nats", lines, floor)
         lines = self._lines(Place("loss", MODEL_SITE), "held-out loss")
         self._panel(pile, "causal-loss", "Held-out loss", "loss (nats)", lines)
-        lines = self._by_bin("loss", MODEL_SITE)
+        lines = self._by_bin("loss", MODEL_SITE) if bins_of(self.arms, "loss") else []
         self._panel(pile, "causal-loss-bins", "Held-out loss by frequency", "loss (nats)", lines)
         return self._figure(
             pile,
@@ -299,10 +299,11 @@ class _Drawing:
         )
 
     def _by_bin(self, measure: str, site: str) -> list[Line]:
-        bins = bins_of(self.arms, measure)
+        """A line for each bin; one of all tokens where arms have not the same bins, as languages may not."""
+        bins: Sequence[tuple[int, int] | None] = bins_of(self.arms, measure) or (None,)
         found: list[Line] = []
         for number, bin in enumerate(bins):
-            name = f"frequency {bin[0]} of {bin[1]}"
+            name = f"frequency {bin[0]} of {bin[1]}" if bin else "all tokens"
             found += self._lines(Place(measure, site, bin), name, shade=number / max(1, len(bins) - 1))
         return found
 

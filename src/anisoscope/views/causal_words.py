@@ -78,7 +78,9 @@ def places_of(arms: Sequence[Arm]) -> list[Place]:
     found = [Place(measure, site) for measure in (*GEOMETRY, *TIES) for site in sites_of(arms, measure)]
     for measure in (*energy_measures(arms), *DISTANCES):
         bins = bins_of(arms, measure)
-        found += [Place(measure, site, bin) for site in sites_of(arms, measure) for bin in (*bins[:1], *bins[-1:])]
+        whole = () if measure in DISTANCES else (None,)
+        ends = (*whole, *bins[:1], *bins[-1:])
+        found += [Place(measure, site, bin) for site in sites_of(arms, measure) for bin in ends]
     bins = bins_of(arms, "loss")
     found += [Place("loss", MODEL_SITE), *(Place("loss", MODEL_SITE, bin) for bin in (*bins[:1], *bins[-1:]))]
     if all(arm.told.get("entropy_rate") is not None for arm in arms):
