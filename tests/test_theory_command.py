@@ -170,6 +170,13 @@ def test_the_table_names_place_once_and_leaves_unjudged_numbers_alone():
     text = console.export_text()
     console.file.close()
     assert text.count("plane, b") == 1 and text.count("ok") == 2
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(check_table(one, Outcome((made(-0.000012345, -0.000012345, stderr=1.1e-07, measure="a" * 24),))))
+    text = console.export_text()
+    console.file.close()
+    assert re.search(
+        r"-1.2345e-05 +-1.2345e-05 +1.1e-07 +\+0.0 se +ok\b", text
+    )  # nothing is cut off in a plain terminal
     seen = next(line for line in text.splitlines() if "seen" in line)
     assert "se" not in seen.replace("seen", "") and "0.1" in seen
 

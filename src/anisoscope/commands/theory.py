@@ -13,8 +13,10 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from anisoscope.commands.common import report_of
 from anisoscope.errors import AnisoscopeError
@@ -74,7 +76,7 @@ def theory(
             if not quiet:
                 console.print(check_table(one, outcome))
                 for words in (one.question, *outcome.notes):
-                    console.print(f"  {words}", markup=False, highlight=False, style="dim")
+                    console.print(Padding(Text(words, style="dim"), (0, 2)))
                 console.print()
     _line(console, f"{judged - off} of {judged} numbers agree with the truth, within 5 standard errors (se)")
     _line(console, f"run:     {folder}")
@@ -170,7 +172,7 @@ def check_table(experiment: Experiment, outcome: Outcome) -> Table:
         title_justify="left",
         title_style="bold",
     )
-    table.add_column("number", min_width=30)
+    table.add_column("number", min_width=24)
     for name in ("truth", "estimate", "± stderr", "off by", ""):
         table.add_column(name, justify="right", no_wrap=True)
     last = None
