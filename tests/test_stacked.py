@@ -155,7 +155,6 @@ def same(mine, plain, rel, name):
 def test_sites_together_say_what_each_says_alone(options, dtype, drop):
     looks = [looked(step, dtype=dtype, drop=drop) for step in (1, 2, 3)]
     alone, together = asked(looks[0], **options), asked(looks[0], **options)
-    assert together.stacked(looks[0]) == {}  # a cold start is each site's own affair
     for view in looks[0]:
         alone(view), together(view)
     for views in looks[1:]:
@@ -180,6 +179,38 @@ def test_sites_together_say_what_each_says_alone(options, dtype, drop):
                 value, rel=2e-3, abs=3e-3 if fact == "sparsity" else 1e-4
             ), fact
     assert set(together.state()) == set(alone.state())
+
+
+def test_sites_start_together():
+    looks = [looked(step) for step in (1, 2)]
+    alone, together = asked(looks[0]), asked(looks[0])
+    found = together.stacked(looks[0])
+    for view in looks[0]:
+        plain, mine = alone(view), found[view.site]
+        assert list(mine) == list(plain), "no drift where there is nothing to drift from"
+        for name, result in plain.items():
+            if str(name).startswith("pca"):
+                same(mine[name], result, 1e-5, name)
+        # Another k-means, so another local optimum; as good a fit, and nothing that is only shifted.
+        assert mine["seminmf.explained"].value > 0.97 * plain["seminmf.explained"].value
+        assert mine["seminmf.sparsity"].value > 0.5 * plain["seminmf.sparsity"].value
+    assert "seminmf.drift" in together.stacked(looks[1])["resid.0"]
+
+
+def test_a_constant_distance_is_told_at_its_site_alone():
+    """As at the embedding of a model without positions: all copies of a token are one row, and its distance is 0."""
+    views = looked(1)
+    types = torch.randn(60, WIDTH, generator=torch.Generator().manual_seed(3))
+    views[0] = replace(views[0], x=types[views[0].ids])
+    analysis = asked(views)
+    found = analysis.stacked(views)
+    alone = asked(views)(views[0])
+    assert set(found) == {view.site for view in views}
+    assert "frequency.own_pearson" in found["resid.1"] and "frequency.own_pearson" not in alone
+    for name, result in alone.items():
+        if not str(name).startswith("seminmf"):
+            same(found["resid.0"][name], result, 1e-5, name)
+    assert list(found["resid.0"]) == list(alone)
 
 
 def test_a_site_that_is_not_ordinary_is_taken_alone():

@@ -51,6 +51,7 @@ class Asked(Protocol):
     rank: int
     draws: int
     seed: int
+    mode: str
     _trackers: dict[tuple[str, str, int], ProxyTracker]
     _bins: FrequencyBins | None
 

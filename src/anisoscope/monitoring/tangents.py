@@ -131,7 +131,8 @@ class TangentAnalysis:
     def together(self, views: Sequence[SiteView]) -> dict[str, Mapping[Name, Result] | Exception]:
         """All results of all sites by site, an exception where a site gave none.
 
-        On a GPU ordinary sites share their work, and what they say is what each says alone, up to rounding.
+        On a GPU ordinary sites share their work, and what they say is what each says alone, up to rounding; semi-NMF
+        starts from another k-means there.
         """
         found: dict[str, Mapping[Name, Result] | Exception] = {}
         if views and views[0].x.device.type == "cuda":
@@ -204,7 +205,8 @@ class TangentAnalysis:
         """Enter fits that were made elsewhere."""
         for half, proxy in enumerate(pair):
             key = (view.site, kind, half)
-            self._trackers[key] = replace(self._trackers[key], proxy=proxy, step=view.step)
+            tracker = self._trackers.get(key) or self._tracker(kind)
+            self._trackers[key] = replace(tracker, proxy=proxy, step=view.step)
 
     def _note(self, here: Here) -> str:
         width = here.g.shape[1]

@@ -1,6 +1,6 @@
 """The tangent analysis of all sites of a look in one go, where they can be stacked; see ``tangent.stacked``.
 
-Sites that are anything but ordinary (cold starts, sizes out of range, lost ranks, gradients of nothing) are left out,
+Sites that are anything but ordinary (sizes out of range, lost ranks, gradients of nothing) are left out,
 and ``TangentAnalysis`` takes them one by one as ever: so errors and their words are the same on every path.
 """
 
@@ -31,7 +31,7 @@ from anisoscope.tangent.stacked import (
     seen_by_half,
     tests_of_sites,
 )
-from anisoscope.tangent.stacked_fits import MAX_ITER, Centred, Fits, pca_fits, seminmf_fits
+from anisoscope.tangent.stacked_fits import MAX_ITER, Centred, Fits, kmeans_starts, pca_fits, seminmf_fits
 from anisoscope.tangent.stacked_types import (
     Types,
     correlation_estimates,
@@ -92,7 +92,16 @@ def prepared(asked: Asked, view: SiteView, bootstraps: int) -> Prepared:
 
 def stacked_results(asked: Asked, views: Sequence[SiteView], ready: Prepared) -> dict[str, Mapping[Name, Result]]:
     """Results of the sites that are ordinary, by site; trackers are moved on for these alone."""
-    views = _warm(asked, views)
+    found: dict[str, Mapping[Name, Result]] = {}
+    for some, first in ((_warm(asked, views), False), (_cold(asked, views), True)):
+        found |= _results(asked, some, ready, first=first)
+    return found
+
+
+def _results(
+    asked: Asked, views: Sequence[SiteView], ready: Prepared, *, first: bool
+) -> dict[str, Mapping[Name, Result]]:
+    """Of sites that all have a proxy from an earlier look, or all have none (``first``)."""
     sizes = [(view, scale) for view, scale in zip(views, _scales(views), strict=True) if scale is not None]
     if not sizes:
         return {}
@@ -105,7 +114,7 @@ def stacked_results(asked: Asked, views: Sequence[SiteView], ready: Prepared) ->
     layout, types = ready.layout, ready.types
     centred = Centred.of(x, layout.halves.rows)
     later = _begin_pca(asked, centred)
-    fits = _seminmf(asked, views, centred)
+    fits = _seminmf(asked, views, centred, first=first)
     sums = type_sums(x, types) if isinstance(types, Types) and types.ordinary else None
     fits |= later()
     # By site, kind, half.
@@ -117,7 +126,7 @@ def stacked_results(asked: Asked, views: Sequence[SiteView], ready: Prepared) ->
         table |= {f"{half} {name}": value for name, value in vars(seen).items()}
     if sums is not None:
         table |= {"sums": sums.sums, "drawn": sums.drawn}
-    before = _bases_before(asked, views, device)
+    before = None if first else _bases_before(asked, views, device)
     table |= _facts(asked, fits, bases, before) | _variances(centred, bases)
     found = fetched(table)
     halves = [{name[2:]: value for name, value in found.items() if name.startswith(f"{half} ")} for half in (0, 1)]
@@ -165,6 +174,12 @@ def _warm(asked: Asked, views: Sequence[SiteView]) -> list[SiteView]:
     return found
 
 
+def _cold(asked: Asked, views: Sequence[SiteView]) -> list[SiteView]:
+    """Views that nothing was fitted for yet."""
+    known = {site for site, _, _ in asked._trackers}
+    return [view for view in views if view.site not in known and asked.mode == "refit"]
+
+
 def _scales(views: Sequence[SiteView]) -> list[float | None]:
     """What brings the gradients of each view into range, as ``units.in_range``; None where it is not ordinary."""
     if not views:
@@ -189,9 +204,11 @@ def _begin_pca(asked: Asked, centred: Centred) -> Callable[[], dict[str, Fits]]:
     return lambda: {"pca": pca_fits(centred, asked.rank, later())}
 
 
-def _seminmf(asked: Asked, views: Sequence[SiteView], centred: Centred) -> dict[str, Fits]:
+def _seminmf(asked: Asked, views: Sequence[SiteView], centred: Centred, *, first: bool) -> dict[str, Fits]:
     if "seminmf" not in asked.proxies:
         return {}
+    if first:
+        return {"seminmf": seminmf_fits(centred, kmeans_starts(centred, asked.rank, asked.seed))}
     states = [
         proxy.state.to(centred.mean)
         for view in views
@@ -213,14 +230,16 @@ def _bases_before(asked: Asked, views: Sequence[SiteView], device: torch.device)
     return torch.stack(found).view(len(views), len(asked.proxies), 2, *found[0].shape)
 
 
-def _facts(asked: Asked, fits: Mapping[str, Fits], bases: Tensor, before: Tensor) -> dict[str, Tensor]:
+def _facts(asked: Asked, fits: Mapping[str, Fits], bases: Tensor, before: Tensor | None) -> dict[str, Tensor]:
     sites, kinds = bases.shape[:2]
     found = {f"{kind}.{name}": value for kind, fit in fits.items() for name, value in fit.facts.items()}
     found |= {f"{kind}.ordinary": fit.ordinary for kind, fit in fits.items()}
     found |= {f"{kind}.settled": fit.settled for kind, fit in fits.items() if fit.settled is not None}
-    one = torch.cat([bases[:, :, 0], before[:, :, 0], before[:, :, 1]]).flatten(0, 1)
-    two = torch.cat([bases[:, :, 1], bases[:, :, 0], bases[:, :, 1]]).flatten(0, 1)
-    found["angles"] = mean_angles(one, two).view(3, sites, kinds)
+    pairs = [(bases[:, :, 0], bases[:, :, 1])]
+    if before is not None:
+        pairs += [(before[:, :, half], bases[:, :, half]) for half in (0, 1)]
+    one, two = (torch.cat(side).flatten(0, 1) for side in zip(*pairs, strict=True))
+    found["angles"] = mean_angles(one, two).view(len(pairs), sites, kinds)
     if "pca" in asked.proxies:
         leading = bases[:, list(asked.proxies).index("pca")][:, None]
         found["overlap"] = (bases.transpose(3, 4) @ leading).square().sum(dim=(3, 4)) / bases.shape[4]
@@ -248,7 +267,7 @@ def _is_ordinary(
     finite = all(np.isfinite(one[name][site]).all() for one in halves for name in one)
     left = finite and all((one["traces"][site] > 1e-12).all() and one["whole"][site, 0] > 0 for one in halves)
     tested = all(isinstance(one[""], CrossedTest) for one in tests)
-    told = "drawn" not in found or bool(np.isfinite(found["drawn"][:, :, site, 0]).all())
+    told = "drawn" not in found or bool(np.isfinite(found["drawn"][1, :, site, 0]).all())
     varied = bool((found["variance"][site] > 0).all() and np.isfinite(found["angles"][:, site]).all())
     return bool(all(flags) and left and tested and told and varied)
 
@@ -278,7 +297,8 @@ def _told_facts(asked: Asked, here: Here, found: Mapping[str, np.ndarray], site:
             yield f"{kind}.pca_overlap", plain(found["overlap"][site, at].tolist(), here, OVERLAP)
         split, *turned = found["angles"][:, site, at].tolist()
         yield f"{kind}.split_angle", plain([split], here, SPLIT)
-        yield f"{kind}.drift", plain(turned, here, DRIFT)
+        if turned:
+            yield f"{kind}.drift", plain(turned, here, DRIFT)
 
 
 def _told_energy(
@@ -302,7 +322,7 @@ def _told_energy(
 
 
 def _told_types(
-    distances: Sequence[tuple[Estimate | None, Estimate | None]], correlations: Sequence[Sequence[Estimate]],
+    distances: Sequence[tuple[Estimate | None, Estimate | None]], correlations: Sequence[Sequence[Estimate | None]],
     layout: Layout,
 ) -> Iterator[tuple[Name, Result]]:  # fmt: skip
     for where, (own, overall) in zip(layout.labels, distances, strict=True):
@@ -312,4 +332,5 @@ def _told_types(
             yield ("global_distance", where), overall
     for centroid, kinds in zip(("own", "global"), correlations, strict=True):
         for kind, one in zip(("pearson", "spearman"), kinds, strict=True):
-            yield f"frequency.{centroid}_{kind}", one
+            if one is not None:
+                yield f"frequency.{centroid}_{kind}", one

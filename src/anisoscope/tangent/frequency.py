@@ -19,6 +19,7 @@ from anisoscope.text.frequency import FrequencyBins, TokenCounts
 BOOTSTRAPS = 999
 BLOCK_CELLS = 4_000_000  # of bootstrap weights held at a time
 CORRELATIONS = ("pearson", "spearman")
+SAME = 1e-12  # of the distance to the global centroid: nothing but rounding
 CENTROIDS = ("own-type centroid", "global centroid")
 
 
@@ -106,7 +107,8 @@ def centroid_distances(
 
     A row is part of its own centroid, which draws the two together: of n rows with variance s^2 the mean squared
     distance is ``s^2 (n-1)/n``. Distances are multiplied by ``sqrt(n/(n-1))`` to undo this, so that rare types do not
-    read as tight. A type seen once has no distance to its own centroid: NaN.
+    read as tight. A type seen once has no distance to its own centroid: NaN. Where all rows of a type are one row, as
+    at an embedding without positions, the distance is 0 and not the rounding of its centroid.
     """
     if len(ids) != len(activations):
         raise ShapeError(f"{len(ids)} ids for {len(activations)} rows; one id for each row is needed")
@@ -119,9 +121,10 @@ def centroid_distances(
     _, index, count = ids.to(rows.device).unique(return_inverse=True, return_counts=True)
     centres = rows.new_zeros(len(count), rows.shape[1]).index_add_(0, index, rows) / count[:, None]
     of_type = count[index].double()
-    own = (rows - centres[index]).norm(dim=1) * (of_type / (of_type - 1)).sqrt()
+    own, overall = (rows - centres[index]).norm(dim=1), rows.norm(dim=1)
+    own = torch.where(own > SAME * overall, own * (of_type / (of_type - 1)).sqrt(), 0.0)
     own[of_type == 1] = math.nan
-    return own, rows.norm(dim=1) * math.sqrt(n / (n - 1))
+    return own, overall * math.sqrt(n / (n - 1))
 
 
 def _mean_distance(distance: Float[Tensor, "m"], ids: Int[Tensor, "m"], method: str) -> Estimate | None:

@@ -20,6 +20,7 @@ MAX_ITER, TOLERANCE, SWEEPS = 200, 1e-4, 4  # as ``fit_seminmf`` has them
 CHECK_EVERY = 8  # iterations between two questions to the device whether all fits have settled
 WIDE_CELLS = 1 << 27  # half a gigabyte or so
 SPLIT_COLUMNS = 1024  # codes multiplied at a time: long thin products leave most of a GPU idle
+KMEANS_ROUNDS = 8
 EPS = torch.finfo(torch.float64).eps
 
 
@@ -122,6 +123,22 @@ def seminmf_fits(centred: Centred, start: Float[Tensor, "f k d"]) -> Fits:
         "iterations": iterations.double(),
     }
     return Fits(basis, facts, ordinary & sound & full, unit, settled)
+
+
+def kmeans_starts(centred: Centred, rank: int, seed: int) -> Float[Tensor, "f k d"]:
+    """Concepts to start from where there are none yet: centres of a short k-means from drawn rows, for all fits."""
+    rows, device = centred.rows, centred.rows.device
+    generator = torch.Generator().manual_seed(seed)
+    least = int(centred.counts.min())  # the halves differ by a sequence or so
+    at = torch.stack([torch.randperm(least, generator=generator)[:rank] for _ in rows]).to(device)
+    centres = rows.gather(1, at[:, :, None].expand(-1, -1, rows.shape[2]))
+    there = torch.arange(rows.shape[1], device=device) < centred.counts[:, None]
+    for _ in range(KMEANS_ROUNDS):
+        near = torch.baddbmm(centres.square().sum(dim=2)[:, None], rows, centres.mT, alpha=-2).argmin(dim=2)
+        inside = torch.nn.functional.one_hot(near, rank).to(rows.dtype) * there[:, :, None]
+        size = inside.sum(dim=1)[:, :, None]
+        centres = torch.where(size > 0, inside.mT @ rows / size.clamp_min(1), centres)
+    return centres.double()
 
 
 def _descend(

@@ -18,7 +18,7 @@ from torch import Tensor
 from anisoscope.errors import OptionError
 from anisoscope.estimate import Estimate
 from anisoscope.measures.uncertainty import Bar, fields
-from anisoscope.tangent.frequency import CENTROIDS, CORRELATIONS
+from anisoscope.tangent.frequency import CENTROIDS, CORRELATIONS, SAME
 from anisoscope.tangent.stacked import jackknives
 from anisoscope.tangent.units import FEWEST, stream
 from anisoscope.text.frequency import FrequencyBins, TokenCounts
@@ -94,9 +94,11 @@ def type_sums(x: Float[Tensor, "s n d"], types: Types) -> TypeSums:
         few = slice(first, first + step)
         wide = x[few].double()
         wide = wide - wide.mean(dim=1, keepdim=True)
-        overall[few] = torch.linalg.vector_norm(wide, dim=2) * math.sqrt(n / (n - 1))
+        length = torch.linalg.vector_norm(wide, dim=2)
+        overall[few] = length * math.sqrt(n / (n - 1))
         centres = wide.new_zeros(len(wide), t, width).index_add_(1, types.index, wide) / types.size[:, None]
-        own[few] = torch.linalg.vector_norm(wide.sub_(centres.index_select(1, types.index)), dim=2) * stretch
+        away = torch.linalg.vector_norm(wide.sub_(centres.index_select(1, types.index)), dim=2)
+        own[few] = torch.where(away > SAME * length, away * stretch, 0.0)
     sums = x.new_zeros(2, sites, t, dtype=torch.float64)
     sums.view(-1, t).index_add_(1, types.index, torch.stack([own, overall]).flatten(0, 1))
     means = sums / types.size
@@ -176,8 +178,8 @@ def _means(tops: np.ndarray, sizes: np.ndarray, name: str, once: int) -> Sequenc
     return found
 
 
-def correlation_estimates(drawn: Float[np.ndarray, "two two s b"], types: Types) -> list[list[list[Estimate]]]:
-    """``frequency.correlation`` by centroid, kind and site."""
+def correlation_estimates(drawn: Float[np.ndarray, "two two s b"], types: Types) -> list[list[list[Estimate | None]]]:
+    """``frequency.correlation`` by centroid, kind and site; None where one side is constant."""
     sizes = [weights.shape[1] for weights in types.weights]
     return [
         [[_correlation(one, kind, t) for one in sites] for kind, sites in zip(CORRELATIONS, kinds, strict=True)]
@@ -185,8 +187,10 @@ def correlation_estimates(drawn: Float[np.ndarray, "two two s b"], types: Types)
     ]
 
 
-def _correlation(drawn: Float[np.ndarray, "b"], kind: str, t: int) -> Estimate:
+def _correlation(drawn: Float[np.ndarray, "b"], kind: str, t: int) -> Estimate | None:
     value, spread = float(drawn[0]), drawn[1:]
+    if not math.isfinite(value):
+        return None
     bootstraps = len(spread)
     spread = np.clip(spread[np.isfinite(spread)], -1 + 1e-12, 1 - 1e-12)
     bar, parts = None, {}
