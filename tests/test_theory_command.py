@@ -1,6 +1,7 @@
 """`anisoscope theory`: what it says, what it stores, how its page reads, and what happens when a truth is missed."""
 
 import dataclasses
+import io
 import json
 import re
 
@@ -158,27 +159,26 @@ def test_an_experiment_that_fails_stops_no_other(tmp_path, monkeypatch, capsys):
     assert "it broke" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_the_table_names_place_once_and_leaves_unjudged_numbers_alone():
+def printed(table, width):
     from rich.console import Console
 
-    one = experiment("x")
-    outcome = Outcome(
-        (made(1.0, 1.0, slice="b"), made(5.0, None, measure="seen", slice="b"), made(0.5, 0.5, stderr=None))
-    )
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(check_table(one, outcome))
-    text = console.export_text()
-    console.file.close()
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
+
+
+def test_the_table_names_place_once_and_leaves_unjudged_numbers_alone():
+    checks = made(1.0, 1.0, slice="b"), made(5.0, None, measure="seen", slice="b"), made(0.5, 0.5, stderr=None)
+    text = printed(check_table(experiment("x"), Outcome(checks)), 100)
     assert text.count("plane, b") == 1 and text.count("ok") == 2
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(check_table(one, Outcome((made(-0.000012345, -0.000012345, stderr=1.1e-07, measure="a" * 24),))))
-    text = console.export_text()
-    console.file.close()
-    assert re.search(
-        r"-1.2345e-05 +-1.2345e-05 +1.1e-07 +\+0.0 se +ok\b", text
-    )  # nothing is cut off in a plain terminal
     seen = next(line for line in text.splitlines() if "seen" in line)
     assert "se" not in seen.replace("seen", "") and "0.1" in seen
+
+
+def test_nothing_of_the_table_is_cut_off_in_a_plain_terminal():
+    tiny = made(-0.000012345, -0.000012345, stderr=1.1e-07, measure="normal part / its closed form")
+    text = printed(check_table(experiment("x"), Outcome((tiny,))), 80)
+    assert re.search(r"-1.2345e-05 +-1.2345e-05 +1.1e-07 +\+0.0 se +ok\b", text)
 
 
 # The page
