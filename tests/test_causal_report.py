@@ -203,6 +203,25 @@ def test_a_model_that_is_not_as_far_is_left_out_and_named(tmp_path):
     assert one.value == pytest.approx(1.0) and one.stderr == pytest.approx(0.0, abs=1e-12)  # seeds cancel
 
 
+def test_drawn_windows_are_compared_with_drawn_windows(tmp_path):
+    with RunWriter.create(tmp_path / "run", name="drawn") as writer:
+        for name, method, exponent, loss in (
+            ("plain", "none", 0.8, 9.0), ("up", "resample", 0.9, 3.0), ("down", "resample", 0.7, 1.0),
+            ("dealt", "placebo", 0.8, 2.0),
+        ):  # fmt: skip
+            told = {"method": method, "exponent": exponent, "effective_share": 0.1, "asked": 0.0}
+            told["placebo_of"] = "resample" if method == "placebo" else None
+            info = {"variant": name, "seed": 0, "frequency": told}
+            with writer.probe(step=1, cell=name, info=info) as probe:
+                one = Estimate(value=loss, stderr=None, n=8, method="made up")
+                probe.add_estimate(one, site="model", measure="loss", slice="all")
+    found = shelves(tmp_path / "run")
+    groups = lines_of_arms(arms_of(found))
+    assert [arm.label for arm in groups["resample"]] == ["down", "dealt", "up"]
+    assert slope(groups["resample"], Place("loss", "model")).value == pytest.approx(10.0)
+    assert any("dealt stands for the plain model" in words for words in causal_words(found))
+
+
 @pytest.mark.parametrize(
     "told",
     [None, "loss", {}, {"method": "loss"}, {"method": "magic", "exponent": 1.0}, {"method": "loss", "exponent": "one"},

@@ -122,6 +122,7 @@ class FrequencyPlan:
         known = self.entropy_rate
         return {
             "method": self.method,
+            "placebo_of": None if self.method != PLACEBO else LOSS if self.shares is None else RESAMPLE,
             "asked": self.asked,
             "exponent": self.reached.value,
             "stderr": self.reached.stderr,

@@ -138,11 +138,16 @@ def _told(one: Series) -> dict[str, Any] | None:
 
 
 def lines_of_arms(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
-    """The arms of each method, plain models among them: the points of one line. A placebo stands alone."""
+    """The arms of each method, plain models among them: the points of one line. A placebo of weights stands alone.
+
+    Drawn windows are compared with drawn windows: where there is a placebo of them, it stands for the plain model.
+    """
+    drawn = [arm for arm in arms if arm.method == "placebo" and arm.told.get("placebo_of") == "resample"]
     found = {}
     for method in METHODS:
         own = [arm for arm in arms if arm.method == method]
         plain = [arm for arm in arms if arm.method == PLAIN] if method not in ("language", "placebo") else []
+        plain = drawn if drawn and method == "resample" else plain
         if own:
             found[method] = sorted((*own, *plain), key=lambda arm: arm.exponent)
     return found

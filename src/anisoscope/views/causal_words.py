@@ -141,6 +141,10 @@ def _changed(method: str, arms: Sequence[Arm]) -> str:
     if own is not None and isinstance(own.told.get("own_stderr"), float):
         error = own.told["own_stderr"]
         who += f" The text's own is {with_bar(own.exponent, error)} (standard error over stretches of the text)."
+    placebo = next((arm for arm in arms if arm.method == "placebo"), None) if method != "placebo" else None
+    who += (
+        f" {placebo.label} stands for the plain model: drawn as unevenly, with no eye to frequency." if placebo else ""
+    )
     short = [arm for arm in arms if arm.told.get("short")]
     if short:
         asked = listed([f"{arm.told['asked']:g}" for arm in short])
