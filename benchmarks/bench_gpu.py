@@ -235,12 +235,17 @@ def main() -> None:
     unknown = [name for name in given.parts if name not in parts]
     if unknown:
         sys.exit(f"bench_gpu: no part {unknown[0]!r}; there are {', '.join(parts)}")
-    tables = [table for name in given.parts or parts for table in parts[name]()]
+    tables: list[Table] = []
+    for name in given.parts or parts:
+        tables += parts[name]()
+        if given.write is not None:  # what is there is there, should the next part fail
+            given.write.write_text(_page(tables), encoding="utf-8")
+    print(_page(tables))
+
+
+def _page(tables: list[Table]) -> str:
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {sys.version.split()[0]}"
-    page = f"## GPU\n\n{machine}, {datetime.date.today()}. `make bench-gpu`.\n\n" + "\n".join(t.text() for t in tables)
-    if given.write is not None:
-        given.write.write_text(page, encoding="utf-8")
-    print(page)
+    return f"## GPU\n\n{machine}, {datetime.date.today()}. `make bench-gpu`.\n\n" + "\n".join(t.text() for t in tables)
 
 
 if __name__ == "__main__":

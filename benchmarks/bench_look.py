@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
@@ -15,7 +16,7 @@ from anisoscope.capture.losses import CausalLoss
 from anisoscope.models.build import ModelSpec, build_model
 from anisoscope.monitor import Monitor
 from anisoscope.monitoring.tangents import TangentAnalysis
-from anisoscope.runs.store import RunWriter
+from anisoscope.runs.store import RunReader, RunWriter
 from anisoscope.schedule import every
 from anisoscope.text.frequency import TokenCounts
 from anisoscope.train.loop import train
@@ -42,7 +43,7 @@ def look() -> list[Table]:
         ("sites", "D", "rows a site", "first", "then, median", "least"),
         words="The first look starts proxies from nothing and, once on a machine, compiles kernels.",
     )
-    for layers, width, vectors in ((8, 384, 16_384), (8, 384, 4096), (24, 2048, 16_384)):
+    for layers, width, vectors in ((8, 384, 16_384), (8, 384, 4096)):
         taken = look_seconds(layers, width, vectors, LOOKS if width < 1024 else 4)
         row = (taken[0], statistics.median(taken[2:]), min(taken[2:]))
         table.add(f"{layers + 1}", f"{width:,}", f"{vectors:,}", *map(seconds, row))
@@ -69,36 +70,44 @@ def look_seconds(layers: int, width: int, vectors: int, looks: int) -> list[floa
     return found
 
 
-def overhead(steps: int = 2500) -> list[Table]:
-    """The same training twice, without the monitor and with it as a recipe has it by default."""
+def overhead(steps: int = 400) -> list[Table]:
+    """The same training twice, without the monitor and with it as a recipe has it by default: 16 looks."""
     recipe = parse_recipe(RECIPE.replace("STEPS", str(steps)))
     assert recipe.monitor is not None  # the default
     data = next(iter(prepare_all(recipe).values()))
     table = Table(
         f"A training with and without the monitor, {steps:,} updates of 16,384 tokens in bfloat16",
-        ("", "seconds", "a step, median", "peak memory", "looks", "seconds in looks"),
+        ("", "weights", "seconds", "a step, median", "peak memory", "looks", "a look, median", "seconds in looks"),
     )
+    found = []
     for watched in (False, True):
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        timer, looks = _Timer(), [0.0]
         with tempfile.TemporaryDirectory() as place:
-            timer, look_time, looks = _Timer(), 0.0, 0
+            folder = Path(place) / "cell"
             if watched:
-                with RunWriter.create(Path(place) / "run", recipe=recipe.describe()) as writer:
+                run = Path(place) / "run"
+                with RunWriter.create(run, recipe=recipe.describe()) as writer:
                     watcher = Watcher(recipe.monitor, writer, "decoder")
-                    ended = train(
-                        recipe, "decoder", 0, folder=Path(place) / "cell", observers=[watcher, timer], data=data
-                    )
-                    look_time = sum(float(one.info["seconds"]) for one in writer.reader().probes())
-                    looks = watcher.looks
+                    ended = train(recipe, "decoder", 0, folder=folder, observers=[watcher, timer], data=data)
+                with RunReader(run) as reader:
+                    looks = [float(one.info["seconds"]) for one in reader.probes()]
             else:
-                ended = train(recipe, "decoder", 0, folder=Path(place) / "cell", observers=[timer], data=data)
-        peak = torch.cuda.max_memory_allocated() / 1e9
-        name = f"with the monitor, {ended.parameters / 1e6:.0f} M weights" if watched else "without"
-        table.add(name, f"{ended.seconds:.1f}", seconds(statistics.median(timer.steps)), f"{peak:.2f} GB", str(looks),
-                  f"{look_time:.1f}")  # fmt: skip
-    before, after = float(table.rows[0][1]), float(table.rows[1][1])
-    table.words = f"Overhead {after / before - 1:.1%}."
+                ended = train(recipe, "decoder", 0, folder=folder, observers=[timer], data=data)
+        step, look, peak = statistics.median(timer.steps), statistics.median(looks), torch.cuda.max_memory_allocated()
+        found.append((step, look, peak))
+        count = str(len(looks)) if watched else "0"
+        table.add("with" if watched else "without", f"{ended.parameters / 1e6:.0f} M", f"{ended.seconds:.1f}",
+                  seconds(step), f"{peak / 1e9:.2f} GB", count, seconds(look), f"{sum(looks):.1f}")  # fmt: skip
+    (step, _, peak), (watched_step, look, watched_peak) = found
+    table.words = (
+        f"Steps without a look take {watched_step / step - 1:+.2%} longer, "
+        f"peak memory is {watched_peak / peak - 1:+.1%}. "
+        f"Sixteen looks, the default of a recipe, are {16 * look / (step * 5000):.1%} of 5,000 such updates and "
+        f"{16 * look / (step * 20_000):.2%} of 20,000."
+    )
     return [table]
 
 
