@@ -1,11 +1,11 @@
-# make demo | test | lint | bench | mutants | peers. Each makes the virtual environment it needs.
+# make demo | test | lint | bench | bench-gpu | mutants | peers. Each makes the virtual environment it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench mutants peers clean
+.PHONY: demo test lint bench bench-gpu mutants peers clean
 
 # torch goes first and pinned: asked for by a dependency it could come as a newer build with gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt
@@ -46,6 +46,10 @@ peers: $(PEERS)/.installed $(DADAPY)/.installed
 
 bench: $(PEERS)/.installed $(DADAPY)/.installed
 	ANISOSCOPE_DADAPY=$(DADAPY)/bin/python $(PEERS)/bin/python benchmarks/bench.py --write docs/benchmarks.md
+
+# On a machine with a GPU and a torch that knows it: PYTHON=python3 is taken as it is, since the pinned torch knows none.
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) benchmarks/bench_gpu.py --write docs/benchmarks.md
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(DADAPY) .pytest_cache .mypy_cache .ruff_cache .hypothesis

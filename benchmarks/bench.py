@@ -28,6 +28,7 @@ from anisoscope.measures.frames import local_frames, neighborhoods
 
 WIDTH = 768
 SEED = 0
+GPU = "## GPU"
 
 
 def clock(function: Callable[[], object], repeats: int) -> float:
@@ -384,7 +385,9 @@ def main() -> None:
             page += [*part(), ""]
     text = "\n".join(page)
     if args.write:
-        args.write.write_text(text)
+        before = args.write.read_text(encoding="utf-8") if args.write.exists() else ""
+        kept = before[before.index(GPU) :] if GPU in before else ""  # what `make bench-gpu` wrote elsewhere stays
+        args.write.write_text(f"{text.rstrip()}\n\n{kept}".rstrip() + "\n", encoding="utf-8")
         print(f"written: {args.write}")
     else:
         print(text)

@@ -239,8 +239,15 @@ def main() -> None:
     for name in given.parts or parts:
         tables += parts[name]()
         if given.write is not None:  # what is there is there, should the next part fail
-            given.write.write_text(_page(tables), encoding="utf-8")
+            _write(given.write, _page(tables))
     print(_page(tables))
+
+
+def _write(target: Path, page: str) -> None:
+    """Put the page in place of the part of the file that begins with its heading, or behind the file."""
+    before = target.read_text(encoding="utf-8") if target.exists() else ""
+    start = before.find(page.splitlines()[0])
+    target.write_text(f"{before[:start] if start >= 0 else before}{page}", encoding="utf-8")
 
 
 def _page(tables: list[Table]) -> str:

@@ -61,11 +61,14 @@ _HOMES = {
     "anisoscope.watching.study": ("run_study",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = {"regularizers": "anisoscope.train.regularizers"}
 
-__all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604 - all strings, from the table above
+__all__ = ["__version__", *sorted((*_HOME_OF, *_MODULES))]  # noqa: PLE0604 - all strings, from the tables above
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _HOME_OF:
         from anisoscope.errors import unknown_name
 
@@ -133,6 +136,7 @@ if TYPE_CHECKING:
     from anisoscope.tangent.energy import energy_test as energy_test
     from anisoscope.tangent.proxies import fit_proxy as fit_proxy
     from anisoscope.text.corpus import load_corpus as load_corpus
+    from anisoscope.train import regularizers as regularizers
     from anisoscope.train.recipe import load_recipe as load_recipe
     from anisoscope.views.report import write_report as write_report
     from anisoscope.watching.study import run_study as run_study
