@@ -150,3 +150,9 @@ def test_checkpoints_fall_where_they_should():
     assert checkpoint_steps(CheckpointSpec(), 50) == {50}
     assert checkpoint_steps(CheckpointSpec(every=20), 50) == {20, 40, 50}
     assert checkpoint_steps(CheckpointSpec(log_spaced=True), 20) == {0, 1, 2, 4, 8, 16, 20}
+
+
+def test_a_recipe_of_the_package_may_be_called_by_its_file():
+    assert load_recipe("recipes/regularizers.yaml") == load_recipe("regularizers")
+    with pytest.raises(OptionError, match=r"recipes/nothing\.yaml"):
+        load_recipe("recipes/nothing.yaml")

@@ -235,11 +235,12 @@ def recipe_names() -> tuple[str, ...]:
 
 def load_recipe(path_or_name: str | Path) -> Recipe:
     """Read a recipe from a YAML file, or one that comes with the package by its name."""
-    given = str(path_or_name)
+    path, given = Path(path_or_name), str(path_or_name)
+    if path.parent.name == "recipes" and not path.exists():  # where they lie in the package
+        given = path.stem
     if given in recipe_names():
         inside = resources.files("anisoscope").joinpath("recipes", f"{given}.yaml")
         return parse_recipe(inside.read_text(encoding="utf-8"), f"recipe {given}")
-    path = Path(path_or_name)
     if not path.is_file():
         if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
             raise OptionError(f"{path}: no such recipe file; or give a name: {', '.join(recipe_names())}")
