@@ -1,5 +1,6 @@
 """The command line, as a process: what it prints, and that bad input is one line on stderr and exit code 2."""
 
+import inspect
 import json
 import os
 import pickle
@@ -11,8 +12,22 @@ import pytest
 
 import anisoscope as an
 from anisoscope import __version__
+from anisoscope.commands.theory import listed
 from anisoscope.measures import table
+from anisoscope.theory.registry import experiments
 
+HEAVY = {
+    "torch",
+    "numpy",
+    "scipy",
+    "transformers",
+    "tokenizers",
+    "pandas",
+    "plotly",
+    "matplotlib",
+    "jinja2",
+    "jaxtyping",
+}
 ROWS = np.random.default_rng(0).standard_normal((600, 6)) * [3.0, 2, 1, 1, 1, 0.5]
 
 
@@ -106,6 +121,34 @@ class TestGood:
         listed = [line.split()[0] for line in out.splitlines()]
         assert listed == [*table.measure_names(), "linearity"]
         assert all(len(line.split(maxsplit=1)[1]) > 20 for line in out.splitlines()), "a line on each"
+        for line in out.splitlines():  # read from the sources, so nothing else holds it to the functions themselves
+            name, said = line.split(maxsplit=1)
+            assert said == inspect.getdoc(getattr(an, name)).splitlines()[0]
+
+    def test_the_list_of_experiments_is_the_registry(self):
+        """It is read from the sources without running them."""
+        stated = [(one.name, one.question, one.seconds) for one in experiments()]
+        assert [(one.name, one.question, one.seconds) for one in listed()] == stated
+        assert [one.name for one in listed(["counter-example", "chords"])] == ["chords", "counter-example"]
+        with pytest.raises(an.AnisoscopeError, match="did you mean 'chords'"):
+            listed(["chord"])
+
+    @pytest.mark.parametrize(
+        "arguments", ["--help", "version", "train --help", "theory --help", "theory --list", "measures", "data --help"]
+    )
+    def test_help_and_lists_import_nothing_heavy(self, arguments):
+        """A newcomer's first commands answer at once; torch alone takes more than a second to import."""
+        code = (
+            "import sys; from anisoscope.cli import main; sys.argv[0] = 'anisoscope'\n"
+            "try: main()\n"
+            "except SystemExit as done: assert not done.code\n"
+            f"found = {HEAVY} & {{name.partition('.')[0] for name in sys.modules}}\n"
+            "assert not found, found"
+        )
+        command = [sys.executable, "-c", code, *arguments.split()]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
 
     def test_measure(self, folder):
         """The numbers of the library on the same file, one line a measure."""

@@ -18,6 +18,7 @@ from anisoscope.commands import data
 from anisoscope.commands import profile as looking
 from anisoscope.commands import theory as known
 from anisoscope.commands import train as training
+from anisoscope.commands.common import measure_lines
 from anisoscope.errors import AnisoscopeError, OptionError
 
 app = typer.Typer(
@@ -86,12 +87,8 @@ def truth(
 @app.command()
 def measures() -> None:
     """List the measures with one line on each."""
-    import anisoscope
-    from anisoscope.measures.table import measure_names
-
-    for name in (*measure_names(), "linearity"):
-        function = getattr(anisoscope, name)
-        typer.echo(f"{name:<24}{(function.__doc__ or '').strip().splitlines()[0]}")
+    for name, line in measure_lines():
+        typer.echo(f"{name:<24}{line}")
 
 
 @app.command()

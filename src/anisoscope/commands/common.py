@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,3 +73,27 @@ def split_names(names: str | None) -> tuple[str, ...] | None:
     if not found:
         raise AnisoscopeError("a list of names is empty; part names with commas")
     return found
+
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def source_of(module: str) -> list[ast.stmt]:
+    """The statements of a module of this package, such as "theory.chords", read and not run.
+
+    Lists of names would otherwise import torch, which takes ten times as long as printing them.
+    """
+    path = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8")).body
+
+
+def measure_lines() -> list[tuple[str, str]]:
+    """Every measure in the table and ``linearity``, with the first line of what its function says of itself."""
+    said, entered = {}, set()
+    for path in (PACKAGE / "measures").glob("*.py"):
+        for node in source_of(f"measures.{path.stem}"):
+            if isinstance(node, ast.FunctionDef):
+                said[node.name] = (ast.get_docstring(node) or " ").splitlines()[0]
+                calls = (one for one in node.decorator_list if isinstance(one, ast.Call))
+                entered |= {ast.literal_eval(one.args[0]) for one in calls if ast.unparse(one.func) == "register"}
+    return [(name, said[name]) for name in (*sorted(entered), "linearity")]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from anisoscope.commands.common import report_of
-from anisoscope.errors import AnisoscopeError
+from anisoscope.commands.common import report_of, source_of
+from anisoscope.errors import AnisoscopeError, unknown_name
 
 if TYPE_CHECKING:
     from anisoscope.runs.store import ProbeWriter, RunWriter
@@ -47,15 +48,15 @@ def theory(
 
     `anisoscope theory --list`, `anisoscope theory chords counter-example`. Exit code 1 if a number is off its truth.
     """
+    console = Console()
+    if list_:
+        console.print(list_table(listed(names or ())))
+        return
     from anisoscope.runs.provenance import provenance
     from anisoscope.runs.store import RunWriter
     from anisoscope.theory.registry import choose_experiments
 
-    console = Console()
     chosen = choose_experiments(names or ())
-    if list_:
-        console.print(list_table(chosen))
-        return
     folder = out or _new_run()
     recipe = {"theory": {"experiments": [one.name for one in chosen], "seed": seed}}
     off, judged, failed = 0, 0, 0
@@ -201,7 +202,40 @@ def _distance(check: Check) -> str:
     return f"{miss / check.truth:+.1e}" if check.truth else f"{miss:+.1e}"
 
 
-def list_table(experiments: Sequence[Experiment]) -> Table:
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An experiment as `--list` tells of it."""
+
+    name: str
+    question: str
+    seconds: float
+
+
+def listed(names: Sequence[str] = ()) -> tuple[Listed, ...]:
+    """What ``registry.choose_experiments`` would choose, read from the sources without running them (no torch)."""
+    known: dict[str, Listed] = {}
+    for node in ast.walk(ast.Module(source_of("theory.registry"), [])):
+        if isinstance(node, ast.Starred):  # *chords.EXPERIMENTS, in reading order
+            module = ast.unparse(node.value).removesuffix(".EXPERIMENTS")
+            known |= {one.name: one for one in _stated(module)}
+    for name in names:
+        if name not in known:
+            raise unknown_name("experiment", name, known)
+    return tuple(one for name, one in known.items() if not names or name in names)
+
+
+def _stated(module: str) -> Iterator[Listed]:
+    """The experiments in the table at the end of a module."""
+    for node in source_of(f"theory.{module}"):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Tuple):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            for call in node.value.elts if ast.unparse(target) == "EXPERIMENTS" else ():
+                if isinstance(call, ast.Call):  # Experiment(name, title, question, run, seconds)
+                    name, _, question, _, seconds = call.args
+                    yield Listed(*(ast.literal_eval(part) for part in (name, question, seconds)))
+
+
+def list_table(experiments: Sequence[Listed]) -> Table:
     """Names, questions and about how long each takes."""
     table = Table(box=box.SIMPLE_HEAD, title="Experiments", title_justify="left", title_style="bold")
     table.add_column("name", no_wrap=True)
