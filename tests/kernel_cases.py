@@ -41,6 +41,13 @@ def neighbours(rows, k, cells):
     return {"worst": worst, "below": below, "certain": min(certain), "wrong": wrong}
 
 
+def groups():
+    """The rule and the kernels speak of the same groups."""
+    from anisoscope.kernels import nearest
+
+    return nearest.TILE == neighbors_fused.GROUP
+
+
 def clouds():
     copies = draw(200, 24)
     copies[100:120] = copies[:20]
@@ -94,6 +101,7 @@ def accounts(rank):
 if __name__ == "__main__":
     cases = {
         "neighbours": lambda: {name: neighbours(*one) for name, one in clouds().items()},
+        "groups": groups,
         "codes": lambda: {rank: codes(rank) for rank in (2, 5)},
         "inverses": lambda: {rank: small_inverses(rank) for rank in (3, 8)},
         "accounts": lambda: {rank: accounts(rank) for rank in (3, 8)},

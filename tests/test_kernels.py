@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anisoscope.measures.neighbors_fused import LEAST_ROWS, MOST_K, can_fuse
+from anisoscope.measures.neighbors_fused import LEAST_ROWS, MOST_K, can_fuse, enough_groups
 from anisoscope.tangent.sweeps import has_kernels
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -30,6 +30,10 @@ def test_fused_neighbours_are_those_of_brute_force():
         assert found["wrong"] == 0, (name, found)
         if name != "one far row":  # rows a millionth as long as the longest cannot be told apart in half precision
             assert found["certain"] > 0.5, (name, found)
+
+
+def test_groups_are_those_of_the_kernels():
+    assert run("groups") is True
 
 
 def test_rounds_over_codes_are_those_of_the_plain_products():
@@ -53,4 +57,6 @@ def test_the_rule_can_be_read():
     rows = torch.zeros(LEAST_ROWS, 4)
     assert not can_fuse(rows, 2), "no GPU"
     assert not has_kernels(torch.device("cpu"), 4)
-    assert MOST_K + 6 <= 32
+    assert enough_groups(LEAST_ROWS, 2) and not enough_groups(LEAST_ROWS - 1, 2)
+    assert not enough_groups(16_384, 20), "two of twenty neighbours in one of 128 groups: hardly a row would be certain"
+    assert enough_groups(262_144, 20) and not enough_groups(1 << 30, MOST_K + 1)

@@ -26,6 +26,7 @@ from torch import Tensor
 from anisoscope.measures.found import Found
 
 LEAST_ROWS = 2048  # below this one plain product of all pairs is as good
+GROUP = 128  # the kernels' tile
 MOST_K = 26  # with SPARE the kernels' longest list
 SPARE = 6
 DEPTH = 64  # the product takes so many columns at a time
@@ -41,11 +42,15 @@ def can_fuse(rows: Float[Tensor, "n d"], k: int) -> bool:
     """Whether the kernels serve: a GPU with fast half-precision products, Triton, rows enough and a short list."""
     return (
         rows.device.type == "cuda"
-        and len(rows) >= LEAST_ROWS
-        and k <= MOST_K
+        and enough_groups(len(rows), k)
         and has_triton()
         and torch.cuda.get_device_capability(rows.device) >= (8, 0)
     )
+
+
+def enough_groups(n: int, k: int) -> bool:
+    """Whether few rows have two of their ``k`` nearest in one group, and so must be searched again: a quarter at most."""
+    return n >= LEAST_ROWS and k <= MOST_K and k * (k - 1) / 2 <= n / GROUP / 4
 
 
 @functools.cache
