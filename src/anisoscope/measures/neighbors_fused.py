@@ -49,7 +49,7 @@ def can_fuse(rows: Float[Tensor, "n d"], k: int) -> bool:
 
 
 def enough_groups(n: int, k: int) -> bool:
-    """Whether few rows have two of their ``k`` nearest in one group, and so must be searched again: a quarter at most."""
+    """Whether at most a quarter of the rows have two of their ``k`` nearest in one group, and are searched again."""
     return n >= LEAST_ROWS and k <= MOST_K and k * (k - 1) / 2 <= n / GROUP / 4
 
 
