@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from anisoscope.measures import neighbors_fused
-from anisoscope.tangent import sweeps
+from anisoscope.tangent import stacked_fits, sweeps
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
@@ -98,8 +98,29 @@ def accounts(rank):
     return float(((error - want) / want)[:2].abs().max())
 
 
+def descents():
+    """Fits by the kernels beside fits by plain products: concepts, iterations, what is sound."""
+    x = draw(2, 5, 24, seed=4) * 2
+    codes = draw(2, 200, 5, seed=5).relu()
+    centred = stacked_fits.Centred.of(
+        codes @ x + 0.5 * draw(2, 200, 24, seed=6), (torch.arange(100), torch.arange(100, 200))
+    )
+    start = stacked_fits.kmeans_starts(centred, 3, 0)
+    stacked_fits.MAX_ITER = 8  # enough to go wrong, and the interpreter is slow
+    plain = stacked_fits.seminmf_fits(centred, start)
+    stacked_fits.has_kernels = sweeps.has_kernels = lambda device, rank: True
+    found = stacked_fits.seminmf_fits(centred, start)
+    gap = max(float((found.facts[name] / plain.facts[name] - 1).abs().max()) for name in ("error", "explained"))
+    return {
+        "gap": gap,
+        "iterations": [fit.facts["iterations"].tolist() for fit in (plain, found)],
+        "ordinary": torch.equal(plain.ordinary, found.ordinary),
+    }
+
+
 if __name__ == "__main__":
     cases = {
+        "descents": descents,
         "neighbours": lambda: {name: neighbours(*one) for name, one in clouds().items()},
         "groups": groups,
         "codes": lambda: {rank: codes(rank) for rank in (2, 5)},

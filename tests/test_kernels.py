@@ -53,6 +53,12 @@ def test_the_account_of_a_half_step():
         assert error < 1e-12, rank
 
 
+def test_fits_by_the_kernels_are_those_of_plain_products():
+    found = run("descents")
+    assert found["gap"] < 1e-5, found
+    assert found["iterations"][0] == found["iterations"][1] and found["ordinary"], found
+
+
 def test_the_rule_can_be_read():
     rows = torch.zeros(LEAST_ROWS, 4)
     assert not can_fuse(rows, 2), "no GPU"
