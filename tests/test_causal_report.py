@@ -203,6 +203,31 @@ def test_a_model_that_is_not_as_far_is_left_out_and_named(tmp_path):
     assert one.value == pytest.approx(1.0) and one.stderr == pytest.approx(0.0, abs=1e-12)  # seeds cancel
 
 
+def test_a_placebo_is_taken_with_the_seeds_it_has(tmp_path):
+    with RunWriter.create(tmp_path / "run", name="half done") as writer:
+        for name, method, exponent in (("plain", "none", 0.8), ("even", "loss", 0.0), ("dealt", "placebo", 0.8)):
+            told = {"method": method, "exponent": exponent, "effective_share": 0.2, "asked": 0.0}
+            for seed in (0, 1):
+                for step in (0, 1, 4) if (name, seed) != ("dealt", 1) else (0, 1):
+                    info = {"variant": name, "seed": seed, "frequency": told}
+                    with writer.probe(step=step, cell=f"{name} seed {seed}", info=info) as probe:
+                        value = exponent + seed * step + (0.25 if name == "dealt" else 0.0)
+                        one = Estimate(value=value, stderr=None, n=8, method="made up")
+                        probe.add_estimate(one, site="model", measure="loss", slice="all")
+    found = shelves(tmp_path / "run")
+    arms = {arm.label: arm for arm in arms_of(found)}
+    assert set(arms) == {"even", "plain", "dealt"} and behind(found) == []
+    place = Place("loss", "model")
+    assert arms["dealt"].partial and arms["dealt"].there == [0] and not arms["plain"].partial
+    assert arms["dealt"].by_seed(place) == {0: 1.05} and arms["dealt"].at_end(place).estimate.value == 1.05
+    assert slope([arms["even"], arms["plain"]], place).over == "2 seeds"  # the lines keep all seeds
+    words = " ".join(causal_words(found))
+    assert "dealt: 1 of 2 seeds at the last step" in words and "with one seed, what it moves has no error bar" in words
+    models, slopes = causal_tables(found)
+    assert any(row[0] == "dealt" and row[5] == "1.050 (one seed)" for row in models.rows)
+    assert slopes.rows[0][-1] == "+0.25 (no error bar)" and causal_figures(found)
+
+
 def test_drawn_windows_are_compared_with_drawn_windows(tmp_path):
     with RunWriter.create(tmp_path / "run", name="drawn") as writer:
         for name, method, exponent, loss in (

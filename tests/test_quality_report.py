@@ -152,6 +152,18 @@ def test_a_seed_is_one_unit_in_however_many_models():
     assert within(a[:9], b[:9], models[:9], [i % 3 for i in range(9)]) is None
 
 
+def test_a_correlation_that_one_unit_makes_is_told():
+    """A cloud without a link and one point far from it: r near 1 and p near 0, and neither means anything."""
+    rng = np.random.default_rng(5)
+    a, b = rng.standard_normal((2, 6))
+    a[2] = b[2] = 40.0
+    found = units(a, b)
+    assert found.r > 0.98 and found.p < 1e-3 and found.carrier == 2
+    x = np.arange(6.0)
+    assert units(x, x + 0.1 * rng.standard_normal(6)).carrier is None
+    assert units(*np.random.default_rng(1).standard_normal((2, 6))).carrier is None  # nothing to carry
+
+
 def test_what_cannot_be_correlated():
     flat, sloped = np.ones((2, 10)), np.arange(20.0).reshape(2, 10) ** 2
     for found in (levels(flat, sloped), changes(flat, sloped), changes(sloped[:1], sloped[1:])):
@@ -257,6 +269,27 @@ def test_a_difference_between_models_is_found_over_models(tmp_path):
     words = " ".join(quality_words(read(tmp_path / "run")))
     assert "Over 7 models (means over seeds) at their last look," in words
     assert "Effective rank of the last layer with token accuracy" in words
+
+
+def test_one_model_unlike_the_others_is_no_link_over_models(tmp_path):
+    folder = tmp_path / "run"
+    rng = np.random.default_rng(3)
+    with RunWriter.create(folder, name="planted", provenance={}) as writer:
+        for name in "abcdef":
+            for seed in (0, 1):
+                cell = f"{name} seed {seed}"
+                Planted(between=1.0).write(writer, cell, name, seed, rng, 60.0 * (name == "c"))
+    series = read(folder)
+    words = " ".join(quality_words(series))
+    pair = Pair("effective_rank", "quality.accuracy", LAST)
+    found = next(one for one in compare(read_trainings(series)).pairs if one.pair == pair)
+    assert found.over.r > 0.99 and found.over_q < 1e-4 and found.over.carrier == 2
+    assert "one model makes each of them (†; c " in words
+    assert "Effective rank of the last layer with token accuracy" not in words
+    table = next(one for one in quality_tables(series) if one.key == "quality-over")
+    row = next(row for row in table.rows if row[0] == "Effective rank, last")
+    cell = row[table.head.index("Accuracy")]
+    assert "†" in cell and "*" not in cell
 
 
 def test_seeds_are_the_units_of_one_model(tmp_path):

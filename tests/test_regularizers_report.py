@@ -92,6 +92,18 @@ def test_a_stopped_model_is_compared_where_both_stood(tmp_path):
     assert difference(found.others[0].pairs, "loss").value == pytest.approx(0)
     rows = regularizer_tables([found])[0].rows
     assert "(at step 10)" in rows[1][2] and "at step" not in rows[2][2]
+    (figure,) = regularizer_figures([found])
+    assert {line.tags["model"] for line in figure.panels[0].lines} == {"plain", "damped"}
+    assert figure.caption.endswith("Not drawn, as it is not as far: even.")
+
+
+def test_one_seed_among_models_with_several_is_marked(tmp_path):
+    gaps = GAPS | {"even": GAPS["even"][:1]}
+    (found,) = read_compared([write_run(tmp_path / "run", gaps)])
+    losses, geometry = regularizer_tables([found])
+    assert losses.rows[1][3] == "+0.1 (one seed)" and geometry.rows[1][1].endswith(" (one seed)")
+    assert "(one seed)" not in losses.rows[2][3]
+    assert regularizer_words([found])[0].endswith("One seed, so nothing is decided: even.")
 
 
 def test_one_seed_has_no_interval_and_claims_nothing(tmp_path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float
@@ -31,7 +31,8 @@ Array = Float[np.ndarray, "_ _"]
 class Association:
     """A correlation after Pearson with its 95 % interval and p-value, Spearman's beside it, and over how many of what.
 
-    ``low``, ``high`` and ``p`` are None where one of the two does not vary; ``r`` is 0 then.
+    ``low``, ``high`` and ``p`` are None where one of the two does not vary; ``r`` is 0 then. ``carrier`` is the place
+    of the unit that makes the correlation, if one does: without it p is above 5 %.
     """
 
     r: float
@@ -40,6 +41,7 @@ class Association:
     low: float | None
     high: float | None
     p: float | None
+    carrier: int | None = None
 
     @property
     def known(self) -> bool:
@@ -82,9 +84,18 @@ def changes(a: Array, b: Array) -> Association:
 
 
 def units(a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"]) -> Association:
-    """The correlation over independent units, with Fisher's interval and Student's p-value."""
+    """The correlation over independent units, with Fisher's interval and Student's p-value.
+
+    Few units are seldom normal: one that is far from all others in both numbers gives r near 1 and a tiny p whatever
+    the others do. So each is left out once, and the one without which p is highest, and above 5 %, is its ``carrier``.
+    """
     _check(a[None], b[None], LEAST_UNITS)
-    return _independent(a, b, rows=1)
+    whole = _independent(a, b, rows=1)
+    if whole.p is None or whole.p > 1 - LEVEL:
+        return whole
+    others = [_independent(np.delete(a, i), np.delete(b, i), rows=1).p for i in range(len(a))]
+    ps = [1.0 if p is None else p for p in others]
+    return replace(whole, carrier=int(np.argmax(ps)) if max(ps) > 1 - LEVEL else None)
 
 
 def within(

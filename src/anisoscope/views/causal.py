@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from anisoscope.estimate import Estimate
@@ -67,7 +67,25 @@ class Arm:
             if (place.bin is None and name == FIRST_SLICE) or (place.bin and frequency_bin(name) == place.bin)
         ]
         found = (record for name in slices for record in shelf.get(place.measure, place.site, name))
-        return next((record for record in found if record.step == self.step), None)
+        here = next((record for record in found if record.step == self.step), None)
+        return self._of_those_there(place) if here is None and shelf is self.shelf and self.partial else here
+
+    @property
+    def there(self) -> list[int]:
+        """The seeds that are at the last step of the study."""
+        mine = [one.series for one in self.shelf.members or (self.shelf,) if self.step in one.steps]
+        return [one.seed for one in mine if one.seed is not None]
+
+    @property
+    def partial(self) -> bool:
+        """Whether some of its seeds are there and some are not."""
+        return bool(self.shelf.members) and self.step not in self.shelf.steps
+
+    def _of_those_there(self, place: Place) -> Record | None:
+        """The mean over the seeds that are there."""
+        mine = [record for one in self.shelf.members if (record := self.at_end(place, one)) is not None]
+        values = [record.estimate.value for record in mine]
+        return replace(mine[0], estimate=over_seeds(values, "mean over seeds")) if mine else None
 
     def by_seed(self, place: Place) -> dict[int, float]:
         """The value of each seed."""
@@ -104,7 +122,8 @@ def title_of(place: Place) -> str:
 def arms_of(shelves: Iterable[Shelf]) -> list[Arm]:
     """The arms of a study at its last step; none unless two of them have different exponents, or one is a placebo.
 
-    A model that is not as far yet, or has not all of its seeds there, is left out: ``behind`` names it.
+    A model that is not as far yet, or has not all of its seeds there, is left out: ``behind`` names it. A placebo of
+    weights stands alone, in no line that goes through all seeds, and is taken with the seeds it has.
     """
     told, step, _ = _ready(shelves)
     arms = [Arm(shelf, found, step) for shelf, found in told]
@@ -122,7 +141,12 @@ def _ready(shelves: Iterable[Shelf]) -> tuple[list[tuple[Shelf, dict[str, Any]]]
     told = [(shelf, found) for shelf in shelves if (found := _told(shelf.series)) and shelf.steps]
     step = max((shelf.steps[-1] for shelf, _ in told), default=0)
     pooled = any(shelf.members for shelf, _ in told)
-    ready = [(s, found) for s, found in told if step in s.steps and (s.members or not pooled)]
+    ready = [
+        (s, found)
+        for s, found in told
+        if (step in s.steps and (s.members or not pooled or alone(found)))
+        or (alone(found) and any(step in one.steps for one in s.members))
+    ]
     late = [shelf.label for shelf, _ in told if not any(shelf is one for one, _ in ready)]
     return ready, step, late
 
@@ -135,6 +159,11 @@ def _told(one: Series) -> dict[str, Any] | None:
     exponent = found.get("exponent")
     usable = isinstance(exponent, int | float) and not isinstance(exponent, bool) and math.isfinite(exponent)
     return found if usable else None
+
+
+def alone(told: Mapping[str, Any]) -> bool:
+    """Whether a model is compared with the plain one and nothing else: a placebo of weights."""
+    return told.get("method") == "placebo" and told.get("placebo_of") != "resample"
 
 
 def lines_of_arms(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
@@ -184,9 +213,16 @@ def over_seeds(values: Sequence[float], method: str) -> Estimate:
 
 def sites_of(arms: Sequence[Arm], measure: str) -> list[str]:
     """A middle and the last layer that all arms have."""
+    shared = _stream(arms, measure)
+    # One middle for all measures: distances to the own type are not measured at the embedding.
+    whole = max((_stream(arms, name) for name in GEOMETRY), key=len)
+    middle = whole[len(whole) // 2] if whole and whole[len(whole) // 2] in shared else None
+    return list(dict.fromkeys((middle or shared[len(shared) // 2], shared[-1]))) if shared else []
+
+
+def _stream(arms: Sequence[Arm], measure: str) -> list[str]:
     shared = [site for site in arms[0].shelf.sites(measure) if is_stream(site)]
-    shared = [site for site in shared if all(site in arm.shelf.sites(measure) for arm in arms)]
-    return list(dict.fromkeys((shared[len(shared) // 2], shared[-1]))) if shared else []
+    return [site for site in shared if all(site in arm.shelf.sites(measure) for arm in arms)]
 
 
 def bins_of(arms: Sequence[Arm], measure: str) -> list[tuple[int, int]]:
@@ -261,7 +297,6 @@ class _Drawing:
             "The activation gradient of the loss without weights, along the proxy, by bins of token frequency in the "
             "text as it is.",
             [],
-            ("rarest", "most frequent"),
         )
 
     def distances(self) -> tuple[Figure, ...]:
@@ -279,7 +314,6 @@ class _Drawing:
             "Mean distance of tokens to the centroid of their own type and to that of all, by bins of frequency. They "
             "grow with the scale of the activations; compare bins with each other.",
             [],
-            ("rarest", "most frequent"),
         )
 
     def losses(self) -> tuple[Figure, ...]:
@@ -300,7 +334,6 @@ class _Drawing:
             "Loss on the untouched text against the exponent",
             "Of the probe, whatever the model was trained with: no weights, no drawn windows.",
             [],
-            ("rarest", "most frequent"),
         )
 
     def _by_bin(self, measure: str, site: str) -> list[Line]:
@@ -351,7 +384,6 @@ class _Drawing:
         title: str,
         caption: str,
         switches: Sequence[Toggle],
-        shades: tuple[str, str] | None = None,
     ) -> tuple[Figure, ...]:
         methods = [
             Toggle(kind="method", value=METHODS[method], role=None, dash=dash, on=True)
@@ -363,6 +395,8 @@ class _Drawing:
         said = f"{caption} {band_words(self.series, records)}{paired}".strip()
         toggles = (*methods, *switches, *seed_toggles(self.series))
         columns = 2 if len(pile.panels) == 4 else 0
+        ordered = any(line.shade for panel in pile.panels for line in panel.lines)  # several bins, and not one alone
+        shades = ("rarest", "most frequent") if ordered else None
         return pile.figure(key=key, title=title, caption=said, toggles=toggles, shades=shades, columns=columns)
 
 

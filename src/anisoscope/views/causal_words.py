@@ -49,6 +49,7 @@ SHOWS: Mapping[str, str] = {
         "exponent 0 the bins of frequency part tokens by chance."
     ),
 }
+MOST_NAMED = 6  # slopes that a sentence names
 NEVER = (
     "It does not show that text with another exponent would do the same, nor anything about other sizes, texts or "
     "lengths of training; and a slope is a straight line through a few exponents, whatever the curve."
@@ -171,7 +172,8 @@ def _moved(slopes: Mapping[Place, Slope]) -> list[str]:
     named = [one for one in sure if one.place.bin is None and not one.bent]
     if not named:
         return [whole]
-    each = [f"{_name(one.place)} by {_signed(one.estimate)}" for one in named]
+    each = [f"{_name(one.place)} by {_signed(one.estimate)}" for one in named[:MOST_NAMED]]
+    each += [f"{len(named) - MOST_NAMED} more (in the table)"] if len(named) > MOST_NAMED else []
     return [f"{whole} One unit of exponent more changes {listed(each)} (95 % intervals over {seeds}, paired)."]
 
 
@@ -184,6 +186,11 @@ def _placebo(arms: Sequence[Arm], places: Sequence[Place]) -> list[str]:
         found = [(place, one) for place in places if (one := difference(arm, plain, place)) and one.stderr]
         adjusted = _corrected([one for _, one in found])
         sure = [(place, one) for (place, one), q in zip(found, adjusted) if q <= LEVEL]
+        if arm.partial:
+            has = f"{len(arm.there)} of {len(arm.shelf.members)} seeds"
+            said.append(f"{arm.label}: {has} at the last step; the others are left out.")
+        if not found:
+            said.append(f"{arm.label}: with one seed, what it moves has no error bar (in the table).")
         if found:
             each = [f"{_name(place)} by {_signed(one)}" for place, one in sure[:4]]
             end = f": {listed(each)}" if each else ""
@@ -219,7 +226,7 @@ def _arm_table(arms: Sequence[Arm]) -> Table:
             "–" if asked is None else f"{asked:g}",
             with_bar(arm.exponent, error) if isinstance(error, float) else f"{arm.exponent:g} (exact)",
             f"{100 * float(arm.told['effective_share']):.0f} %",
-            "–" if own is None else _with_interval(own),
+            "–" if own is None else _with_interval(own) + (f" ({_seeds(arm)})" if arm.partial else ""),
         ]
         if known:
             rate = float(arm.told["entropy_rate"])
@@ -235,6 +242,11 @@ def _arm_table(arms: Sequence[Arm]) -> Table:
     )
     more = ("Entropy rate", "Excess") if known else ()
     return Table(key="causal-arms", caption=caption, head=(*head, *more), rows=tuple(rows))
+
+
+def _seeds(arm: Arm) -> str:
+    n = len(arm.there)
+    return "one seed" if n == 1 else f"{n} seeds"
 
 
 def _slope_table(arms: Sequence[Arm], places: Sequence[Place]) -> list[Table]:

@@ -19,6 +19,7 @@ from anisoscope.views.quality_pairs import (
     Training,
     by_model,
     compare,
+    passes,
     quality_order,
     read_looks,
     read_trainings,
@@ -145,9 +146,10 @@ def _compared_words(compared: Compared | None) -> list[str]:
         found = _named([(one.pair, one.over) for one in kept if one.over])
         said.append(
             f"Over {what} at their last look, {_count(len(kept))} of {len(compared.pairs)} pairs "
-            f"{'correlates' if len(kept) == 1 else 'correlate'} after the Benjamini-Hochberg correction"
-            f"{': ' + found if kept else _largest(compared)}."
+            f"{'correlates' if len(kept) == 1 else 'correlate'} after the Benjamini-Hochberg correction and without "
+            f"any one {unit}{': ' + found if kept else _largest(compared)}."
         )
+        said += _carried(compared)
     inside = [one for one in compared.pairs if one.inside is not None]
     if inside and inside[0].inside is not None:
         kept = [one for one in inside if stands(one.inside, one.inside_q)]
@@ -159,9 +161,25 @@ def _compared_words(compared: Compared | None) -> list[str]:
     return said
 
 
+def _carried(compared: Compared) -> list[str]:
+    """The correlations that one unit makes: not a link over models, but one model that is unlike the others."""
+    found = [one.over for one in compared.pairs if one.over and passes(one.over, one.over_q)]
+    carriers = [one.carrier for one in found if one.carrier is not None]
+    if not carriers:
+        return []
+    names = unique(one.model if compared.unit == "model" else one.label for one in compared.trainings)
+    who = listed([f"{names[i]} {carriers.count(i)}" for i in sorted(set(carriers), key=lambda i: -carriers.count(i))])
+    one = len(carriers) == 1
+    return [
+        f"{len(carriers)} more {'passes' if one else 'pass'} the correction, but one {compared.unit} makes "
+        f"{'it' if one else 'each of them'} (†; {who}): left out, p is above 5 %. That tells how this {compared.unit} "
+        "differs, not that the two numbers go together."
+    ]
+
+
 def _largest(compared: Compared) -> str:
     known = [one for one in compared.pairs if one.over is not None and one.over.known]
-    if not known:
+    if not known or any(passes(one.over, one.over_q) for one in known):
         return ""
     top = max(known, key=lambda one: abs(one.over.r) if one.over else 0.0)
     return f"; the largest, {_named([(top.pair, top.over)] if top.over else [])}, has p = {top.over_q:.2g} after it"
@@ -180,14 +198,16 @@ def _too_few(compared: Compared) -> str:
 def _between_tables(compared: Compared) -> list[Table]:
     tables = []
     runs, unit = len(compared.trainings), compared.unit
-    stars = "middle and last: the layer. * p ≤ 5 % after Benjamini-Hochberg over the table."
+    stars = "middle and last: the layer. * p ≤ 5 % after Benjamini-Hochberg over the table, and without any one"
     if any(one.over for one in compared.pairs):
         what = f"{compared.count} models, each the mean of its seeds" if unit == "model" else f"{runs} seeds"
         caption = f"Over trainings, at their last look: {what}. Pearson's r, Spearman's ρ (95 % interval of r); {stars}"
+        caption += f" {unit}; † the first alone: one {unit} makes it."
         cells = [(one.pair, _interval_cell(one.over, one.over_q)) for one in compared.pairs]
         tables.append(_table("quality-over", caption, cells))
     if any(one.inside for one in compared.pairs):
         caption = f"Within models: over seeds, each the mean of what it adds to its models. r and ρ as above; {stars}"
+        caption += " seed; † the first alone: one seed makes it."
         cells = [(one.pair, _interval_cell(one.inside, one.inside_q)) for one in compared.pairs]
         tables.append(_table("quality-within", caption, cells))
     return tables
@@ -223,7 +243,7 @@ def _looks_cell(one: Looks) -> str:
 def _interval_cell(one: Association | None, q: float) -> str:
     if one is None or one.low is None or one.high is None:
         return "does not vary"
-    star = "*" if stands(one, q) else ""
+    star = "*" if stands(one, q) else "†" if passes(one, q) else ""
     # One place to break: the numbers on the first line, the interval on the second.
     numbers = f"r {_signed(one.r)}{star}, ρ {_signed(one.rank)}".replace(" ", FIXED)
     return f"{numbers} {f'({_signed(one.low)} to {_signed(one.high)})'.replace(' ', FIXED)}"

@@ -113,7 +113,7 @@ def _over_trainings(trainings: Sequence[Training]) -> tuple[Figure, ...]:
     if compared is None:
         return ()
     known = [(one.pair, one.over) for one in compared.pairs if one.over is not None and one.over.known]
-    strongest = sorted(known, key=lambda one: -abs(one[1].r))[:MOST_PAIRS]
+    strongest = sorted(known, key=lambda one: (one[1].carrier is not None, -abs(one[1].r)))[:MOST_PAIRS]
     models = unique(one.model for one in compared.trainings)
     panels = []
     for number, (pair, found) in enumerate(strongest):
@@ -123,7 +123,9 @@ def _over_trainings(trainings: Sequence[Training]) -> tuple[Figure, ...]:
             mine = [i for i, one in enumerate(compared.trainings) if one.model == model]
             words = [f"{compared.trainings[i].label}\n{pair.title}\n{a[i]:.4g}, {b[i]:.4g}" for i in mine]
             lines.append(_points(model, a[mine], b[mine], words, role))
-        panels.append(_panel(f"quality-over-{number + 1}", pair, lines, f"r = {found.r:.2f}".replace("-", "−")))
+        alone = "" if found.carrier is None else f"; one {compared.unit} makes it"
+        note = f"r = {found.r:.2f}".replace("-", "−") + alone
+        panels.append(_panel(f"quality-over-{number + 1}", pair, lines, note))
     if not panels:
         return ()
     unit = "models, seeds of a model in one colour" if compared.unit == "model" else "seeds"
@@ -132,7 +134,8 @@ def _over_trainings(trainings: Sequence[Training]) -> tuple[Figure, ...]:
             key="quality-over",
             title="Over trainings",
             caption=f"The pairs with the largest correlation over {unit}, at the last look of each training. The "
-            "largest of many look large by chance too: the table says which stay after the correction.",
+            "largest of many look large by chance too: the table says which stay after the correction. Those that one "
+            f"{compared.unit} makes come last.",
             panels=tuple(panels),
             columns=2,
             toggles=tuple(

@@ -222,7 +222,12 @@ def by_model(trainings: Sequence[Training]) -> list[tuple[str, list[Training]]]:
 
 
 def stands(association: Association | None, q: float) -> bool:
-    """Whether an association stays significant after the correction."""
+    """Whether an association stays significant after the correction, and without any one of its units."""
+    return passes(association, q) and association is not None and association.carrier is None
+
+
+def passes(association: Association | None, q: float) -> bool:
+    """Whether an association stays significant after the correction, be it made by one unit or by all."""
     return association is not None and association.known and q <= SIGNIFICANT
 
 

@@ -226,7 +226,7 @@ def _loss_rows(one: Compared) -> Iterable[tuple[str, ...]]:
         loss = over_seeds({seed: mine.loss for seed, (mine, _) in other.pairs.items()})
         times = (slowdown(other.pairs), slowdown(other.pairs, processor=True))
         cells = ("not noted" if one is None else _times(one) for one in times)
-        yield other.name, other.words, _with_bar(loss) + when, _signed(difference(other.pairs, LOSS)), *cells
+        yield other.name, other.words, _with_bar(loss) + when, _gap(other, one, LOSS), *cells
 
 
 def _geometry_rows(one: Compared) -> Iterable[tuple[str, ...]]:
@@ -238,8 +238,14 @@ def _geometry_rows(one: Compared) -> Iterable[tuple[str, ...]]:
         cells = []
         for measure in one.measures:
             mean = over_seeds({seed: mine.geometry[measure] for seed, (mine, _) in other.pairs.items()})
-            cells.append(f"{digits_of(mean.value, mean.stderr)}, {_signed(difference(other.pairs, measure))}")
+            cells.append(f"{digits_of(mean.value, mean.stderr)}, {_gap(other, one, measure)}")
         yield other.name, *cells
+
+
+def _gap(other: Against, one: Compared, measure: str) -> str:
+    """A difference with its interval; where other models have several seeds, the lack of one is said."""
+    lone = len(other.pairs) == 1 and any(len(each.pairs) > 1 for each in one.others)
+    return _signed(difference(other.pairs, measure)) + (" (one seed)" if lone else "")
 
 
 def _times(ratio: Estimate) -> str:
@@ -264,8 +270,10 @@ def regularizer_words(compared: Sequence[Compared]) -> list[str]:
                 found[side].append(f"{other.name} {_plus(gap.value, gap.stderr)}")
         parts = [f"{side}{' than' if side in ('higher', 'lower') else ''} {one.plain}: {', '.join(names)}"
                  for side, names in found.items() if names]  # fmt: skip
+        lone = [other.name for other in one.others if len(other.pairs) == 1]
         if parts:
-            said.append(f"Held-out loss at the last look, in nats, {'; '.join(parts)}.")
+            none = f" One seed, so nothing is decided: {', '.join(lone)}." if lone else ""
+            said.append(f"Held-out loss at the last look, in nats, {'; '.join(parts)}.{none}")
         else:
             said.append(f"One seed: no difference from {one.plain} is told apart from what another seed would do.")
     return said
@@ -282,9 +290,13 @@ def regularizer_figures(compared: Sequence[Compared]) -> tuple[Figure, ...]:
     for number, one in enumerate(compared):
         if not one.measures:
             continue
+        last = max(ended.step for ended in one.ended.values())
         models = {one.plain: dict(one.ended)} | {
-            other.name: {seed: mine for seed, (mine, _) in other.pairs.items()} for other in one.others
+            other.name: {seed: mine for seed, (mine, _) in other.pairs.items() if mine.step == last}
+            for other in one.others
         }
+        models = {name: ended for name, ended in models.items() if ended}
+        early = [other.name for other in one.others if other.name not in models]
         panels = tuple(framed(_panel(one, models, measure)) for measure in one.measures)
         toggles = tuple(
             Toggle(kind="model", value=name, role=role, dash=None, on=True) for role, name in enumerate(models)
@@ -295,6 +307,7 @@ def regularizer_figures(compared: Sequence[Compared]) -> tuple[Figure, ...]:
         caption = (
             f"{bars if several else 'One seed, and no error bar. '}Geometry is the mean over the residual stream at "
             "the last look. A regulariser that costs nothing moves a point sideways; one that only hurts moves it up."
+            + (f" Not drawn, as it is not as far: {', '.join(early)}." if early else "")
         )
         run = f" · {one.run}" if one.run else ""
         key = "regularizers" if len(compared) == 1 else f"regularizers-{number}"

@@ -19,7 +19,7 @@ MOST_LINES = 7  # places in one panel, as many as there are colours; more get a 
 COLUMNS = 3
 FEWEST_DECADES = 2  # powers of ten along an axis that are enough to read it by
 GREY = 6  # the colour of a law that all surfaces share
-BAR = 1.96  # standard errors in a 95 % interval
+BAR = 1.96  # standard errors: a 95 % interval where repeats are many
 
 
 def theory_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
@@ -141,7 +141,7 @@ def _figure(one: Series) -> Figure:
     style = Style(where=unique(shared_sites))
     dressed = tuple(_dressed(panel, style) for panel in panels)
     toggles = style.toggles() if len(style.values["where"]) > 1 else ()
-    caption = "Points are measured, with 95 % intervals; lines are what theory predicts."
+    caption = f"Points are measured, with bars of {BAR} standard errors; lines are what theory predicts."
     if any((curve.site, curve.name, curve.slice) not in laws for curve in measured):
         caption += " Where points have no line, no law foretells them."
     return Figure(
