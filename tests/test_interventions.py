@@ -1,6 +1,7 @@
 """Interventions on token frequency: exponents are those asked for, nothing else changes, and runs resume exactly."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from anisoscope.train.languages import LanguageChange
 from anisoscope.train.loop import train
 from anisoscope.train.metrics import read_metrics
 from anisoscope.train.recipe import load_recipe, override, parse_recipe
-from anisoscope.watching.binned import losses_by_frequency
+from anisoscope.watching.binned import _mean_of, losses_by_frequency
 from anisoscope.watching.study import prepare_all
 from anisoscope.watching.watcher import probe_of
 
@@ -251,6 +252,16 @@ def test_the_windows_of_rounds_have_the_exponent_that_is_told(corpus):
     assert likeliest(mass[order].double().numpy()) == pytest.approx(plan.reached.value, abs=plan.reached.stderr)
 
 
+def test_drawn_windows_come_in_the_order_of_a_plain_run(corpus, seed):
+    plan = corpus.with_frequency(FrequencySpec(method="resample", exponent=3.0), "causal").frequency
+    order = np.random.default_rng(seed).permutation(len(plan.shares))
+    equal = replace(plan, shares=np.full(len(order), 1 / len(order)))
+    assert np.array_equal(equal.windows(order, 2, seed), order)
+    drawn = plan.windows(order, 2, seed)
+    # Where a plain run reads the first window of the text, this one reads the first that was drawn, and so on.
+    assert (np.diff(drawn[np.argsort(order)]) >= 0).all() and not (np.diff(drawn) >= 0).all()
+
+
 def test_no_other_shares_with_that_exponent_are_nearer_to_equal_ones(corpus, seed):
     """Shares moved along what changes neither their sum nor the mean log rank have less entropy."""
     plan = corpus.with_frequency(FrequencySpec(method="resample", exponent=3.0), "causal").frequency
@@ -384,6 +395,19 @@ def test_losses_by_frequency_are_parts_of_the_whole(data, kind):
     assert sum(one.n for one in found.values()) == sum(weights) and len(found) == 4
     assert sum(one.n * one.value for one in found.values()) / sum(weights) == pytest.approx(whole, rel=1e-5)
     assert all(one.over == "sequences" and one.stderr > 0 for one in found.values())
+
+
+def test_a_bin_in_few_sequences_has_no_error_bar():
+    """The loss of one sequence alone has no spread over sequences, and an error of 0 would be a claim."""
+    sums, counts = torch.zeros(32, dtype=torch.float64), torch.zeros(32, dtype=torch.float64)
+    sums[3], counts[3] = 6.0, 2.0
+    alone = _mean_of(sums, counts)
+    assert (alone.value, alone.n, alone.stderr) == (3.0, 2, None) and "1 sequences" in alone.notes[0]
+    sums[8:24], counts[8:24] = torch.arange(16).double(), 1.0
+    some = _mean_of(sums, counts)
+    left = (sums - some.value * counts)[counts > 0]
+    assert some.dof == 16 and some.n == 18 and some.over == "sequences"
+    assert some.stderr == pytest.approx(float(left.square().sum() * 17 / 16) ** 0.5 / 18)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

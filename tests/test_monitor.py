@@ -765,6 +765,22 @@ def test_of_model_runs_outside_the_autocast_of_the_look(around, probe):
     assert monitor.latest("exact").value == 1 + 2**-12 and model.training
 
 
+def test_what_cannot_be_told_of_the_model_costs_its_own_place_alone(probe):
+    told = {"lost": RuntimeError("no room"), "kept": Estimate(value=1.0, stderr=None, n=1, method="m")}
+    options = {"probe": probe, "schedule": every(1), "sites": "resid.1", "measures": ["mean_cosine"]}
+    with Monitor(build("gpt2"), of_model=lambda step: told, **options) as monitor:
+        monitor.step(0)
+    assert [(one.site, one.measure, one.error) for one in monitor.last.failures] == [
+        ("model", "lost", "RuntimeError: no room")
+    ]
+    assert monitor.latest("kept").value == 1 and monitor.latest("mean_cosine", "resid.1") is not None
+    with (
+        Monitor(build("gpt2"), of_model=lambda step: told, strict=True, **options) as monitor,
+        pytest.raises(RuntimeError, match="no room"),
+    ):
+        monitor.step(0)
+
+
 def test_a_run_goes_on_where_it_was(probe, tmp_path):
     model = build("gpt2")
     options = {"probe": probe, "schedule": every(1), "measures": ["mean_cosine"], "sites": "resid.1"}

@@ -548,6 +548,26 @@ def test_what_no_look_could_do_is_told_before_a_file_is_written(data, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
+def test_an_accuracy_that_fails_costs_nothing_else(watched, data, tmp_path, monkeypatch):
+    folder, whole = watched
+
+    def out_of_memory(self):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(TokenAccuracy, "__call__", out_of_memory)
+    recipe = override(RECIPE, {"models": [RECIPE.describe()["models"][0]]})
+    assert [one.status for one in run_study(recipe, tmp_path / "run", data=data)] == ["finished"]
+    with RunReader(tmp_path / "run") as reader:
+        failures = {(one.step, one.site, one.measure) for one in reader.failures()}
+        found = {(r.step, r.site, r.measure): r.estimate for r in reader.records()}
+    kept = {key[1:]: one for key, one in whole.items() if key[0] == "decoder" and "accuracy" not in key[3]}
+    assert found == kept and any(name == "train_loss" for _, _, name in found)
+    assert failures == {(step, "model", "quality.accuracy") for step, _, _ in kept}
+    cells = [next((place / "cells").glob("decoder*")) for place in (folder, tmp_path / "run")]
+    weights = [next(cell.rglob("step000024/model.safetensors")).read_bytes() for cell in cells]
+    assert weights[0] == weights[1]
+
+
 def test_quality_is_off_unless_asked_for():
     assert MonitorSpec().quality is None
     assert MonitorSpec(quality=True).quality.back == (1, 4)

@@ -117,7 +117,11 @@ def enter_model(book: Book, of_model: OfModel, device: torch.device) -> None:
     """Enter what is told of the model as a whole, outside the autocast that the model ran under in the look."""
     with full_precision(device):
         for name, result in of_model(book.step).items():
-            book.enter(MODEL, name, result)
+            if isinstance(result, Exception):
+                measure, where = (name, ALL) if isinstance(name, str) else name
+                book.fail(MODEL, measure, result, where)
+            else:
+                book.enter(MODEL, name, result)
 
 
 def _enter_views(book: Book, views: Sequence[SiteView], what: What) -> None:

@@ -79,7 +79,8 @@ keep what it likes between calls (warm starts).
 "signal") that the monitor should fetch for it. The run, step, cell, site and name of a returned Curve are filled in.
 """
 
-OfModel: TypeAlias = Callable[[int], Mapping[Name, Estimate | Curve]]
-"""Called with the step at the end of each look, before it is stored; gives results about the model as a whole.
+OfModel: TypeAlias = Callable[[int], Mapping[Name, Estimate | Curve | Exception]]
+"""Called with the step at the end of each look, before it is stored; gives results about the model as a whole, an
+exception for what was due and failed.
 
 It runs in eval mode and outside the autocast of the look: one that calls the model may switch that on itself."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from anisoscope.capture.losses import CausalLoss, MaskedLoss
 from anisoscope.estimate import Estimate
+from anisoscope.monitoring.linear_probes import ratio_over_sequences
 from anisoscope.monitoring.tangent_parts import labels_of
 from anisoscope.monitoring.views import Name
 from anisoscope.runs.records import Curve
@@ -71,19 +71,9 @@ def _asked(batch: Batch, loss: CausalLoss | MaskedLoss) -> tuple[Int[Tensor, "b 
 
 
 def _mean_of(sums: Float[Tensor, "s"], counts: Float[Tensor, "s"]) -> Estimate | None:
-    """A ratio of sums over sequences, its error from their residuals."""
-    total, n = float(counts.sum()), len(sums)
+    """The mean over targets; sequences that hold none of them know nothing of its error."""
+    total = int(counts.sum())
     if total == 0:
         return None
-    mean = float(sums.sum()) / total
-    left = sums - mean * counts
-    stderr = math.sqrt(n / (n - 1) * float(left.square().sum())) / total if n > 1 else None
-    return Estimate(
-        value=mean,
-        stderr=stderr,
-        n=int(total),
-        method="mean loss of targets by frequency, no weights",
-        over=None if stderr is None else "sequences",
-        dof=None if stderr is None else n - 1,
-        notes=() if stderr is not None else ("no error bar: one sequence",),
-    )
+    method = "mean loss of targets by frequency, no weights"
+    return replace(ratio_over_sequences(sums, counts, torch.arange(len(sums)), method), n=total)

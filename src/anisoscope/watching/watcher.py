@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from anisoscope.monitoring.quality import TokenAccuracy
 
 TANGENT, QUALITY = "tangent", "quality"
+KEPT_TIMES = 4096  # updates whose time is remembered: a long training must not grow by them
 STATES = "watching"
 """The folder of what analyses remember from look to look, so that a resumed run goes on as if nothing had happened."""
 SUFFIX = ".safetensors"
@@ -61,7 +63,7 @@ class Watcher:
         self._by_frequency: FrequencyLosses | None = None
         self._looked: list[int] = []
         self._middle = self._ratio = ""
-        self._took, self._began = list[tuple[float, float]](), (0.0, 0.0)
+        self._took, self._began = deque[tuple[float, float]](maxlen=KEPT_TIMES), (0.0, 0.0)
         # Stored with every look by reference: what stands in it at that moment is what the look says.
         self._pace: dict[str, float] = {}
 
@@ -195,7 +197,7 @@ class Watcher:
         hidden = setting.variant.objective != "causal"
         return {QUALITY: QualityAnalysis(batches, setting.data.tokenizer, hidden=hidden, **asked)}
 
-    def _at_look(self, step: int) -> dict[Name, Estimate | Curve]:
+    def _at_look(self, step: int) -> dict[Name, Estimate | Curve | Exception]:
         """At the end of a look: the training loss since the one before, and what analyses want to remember."""
         since = self._looked[-1] if self._looked else 0
         losses = [loss for at, loss in self._losses.items() if since < at <= step]
@@ -208,8 +210,16 @@ class Watcher:
             self._pace["median_seconds"] = statistics.median(wall)
             self._pace["processor_seconds"] = statistics.fmean(processor)
         self._write_states(step)
-        found: dict[Name, Estimate | Curve] = {} if self._accuracy is None else {**self._accuracy()}
-        found |= {} if self._by_frequency is None else self._by_frequency()
+        found: dict[Name, Estimate | Curve | Exception] = {}
+        tellers: tuple[tuple[str, Callable[[], Mapping[Name, Estimate | Curve]] | None], ...] = (
+            ("quality.accuracy", self._accuracy),
+            ("loss by frequency", self._by_frequency),
+        )
+        for name, tell in tellers:
+            try:
+                found |= {} if tell is None else tell()
+            except Exception as error:  # out of memory, perhaps: told, and the rest of the look is kept
+                found[name] = error
         if not losses:
             return found
         notes = ("no error bar: losses of consecutive updates", f"over {len(losses):,} updates")
@@ -274,7 +284,7 @@ def loss_of(variant: VariantSpec, data: TrainingData) -> CausalLoss | MaskedLoss
 
 
 def _info(setting: Setting, pace: dict[str, float]) -> dict[str, Any]:
-    """What every look says of the training it belongs to; ``pace`` is of its updates in this session so far."""
+    """What every look says of the training it belongs to; ``pace`` is of its latest updates in this session."""
     variant, frequency = setting.variant, setting.data.frequency
     told: dict[str, Any] = {} if frequency is None else {"frequency": frequency.describe()}
     if variant.regularizer is not None:
