@@ -257,3 +257,4 @@ def test_crossing_is_interpolated_along_the_logarithm():
     x = torch.tensor([1.0, 4.0, 16.0], dtype=torch.float64)
     assert recovery.crossing(x, torch.tensor([0.9, 0.7, 0.3], dtype=torch.float64), 0.5) == pytest.approx(8.0)
     assert recovery.crossing(x, torch.tensor([0.9, 0.8, 0.7], dtype=torch.float64), 0.5) == 16.0
+    assert recovery.crossing(x, torch.tensor([0.3, 0.2, 0.1], dtype=torch.float64), 0.5) == 1.0  # lost from the start

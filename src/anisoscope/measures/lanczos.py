@@ -18,6 +18,7 @@ def leading(
     """The ``count`` largest eigenvalues, largest first, and the first eigenvector; None where they did not settle.
 
     The residual of a Ritz pair bounds the distance to an eigenvalue: ``EXACT`` for the first, ``ROUGH`` for the others.
+    An eigenvalue that stands there several times is found once: one start sees one direction of its space.
     """
     width, device = len(matrix), matrix.device
     if width <= STEPS[0] or count > STEPS[0]:

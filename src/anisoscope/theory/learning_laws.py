@@ -106,8 +106,9 @@ def crossing_step(shares: Sequence[float]) -> float:
 def least_share(cosine: float | Tensor, visible: float | Tensor) -> Tensor:
     """The least tangent share that a gradient can have: ``c^2 / (c^2 + visible curvature)``.
 
-    ``c = |E[g x_T^T]| / (g_rms t)`` says how little the tangent part cancels. The normal part is at most ``g_rms``
-    times the size of x_N (Cauchy and Schwarz), so this holds for every g and every sample, with its own moments.
+    ``c = |E[g x_T^T]| / (g_rms t)``, t the root mean square length of x_T, says how little the tangent part cancels.
+    The normal part is at most ``g_rms`` times the size of x_N (Cauchy and Schwarz), so this holds for every g and every
+    sample, with its own moments.
     """
     square = torch.as_tensor(cosine, dtype=torch.float64) ** 2
     return square / (square + torch.as_tensor(visible, dtype=torch.float64))

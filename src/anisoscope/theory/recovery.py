@@ -65,11 +65,11 @@ def _swept(
 
 
 def crossing(x: Float[Tensor, "m"], y: Float[Tensor, "m"], level: float) -> float:
-    """Where y first passes ``level``, interpolated along log x; the last x where it never does."""
+    """Where y first passes ``level``, interpolated along log x; an end of x where it never does: the first if below."""
     side = y > level
     change = (side[1:] != side[:-1]).nonzero()
     if len(change) == 0:
-        return float(x[-1])
+        return float(x[-1] if side[0] else x[0])
     at = int(change[0])
     share = float((y[at] - level) / (y[at] - y[at + 1]))
     return float(x[at] * (x[at + 1] / x[at]) ** share)

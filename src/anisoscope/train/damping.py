@@ -70,7 +70,7 @@ class _Damped(torch.autograd.Function):
             wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
             q = columns.to(wide)
             along = (wide @ q) @ q.T
-            # Not tangent * along + normal * (wide - along): a normal factor of 1 leaves that part to the last bit.
+            # Not tangent * along + normal * (wide - along): equal factors then scale the gradient to the last bit.
             changed = normal * wide + (tangent - normal) * along
         return changed.to(grad.dtype), None, None, None
 
