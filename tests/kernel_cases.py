@@ -48,6 +48,15 @@ def groups():
     return nearest.TILE == neighbors_fused.GROUP
 
 
+def hidden_by_rounding():
+    """A row whose nearest is rounded away from it, among others that half precision holds exactly and farther off."""
+    rows = torch.ones(120, 64)
+    at = draw(120, 64).argsort(dim=1)[:, :16]
+    rows.scatter_add_(1, at, 2.0**-7 * draw(120, 16, seed=1).sign())
+    rows[0], rows[1] = 1.0, 1 + 0.49 * 2.0**-10
+    return torch.cat([rows, -rows])  # a mean of zero, so that rows are rounded as they stand here
+
+
 def clouds():
     copies = draw(200, 24)
     copies[100:120] = copies[:20]
@@ -57,6 +66,7 @@ def clouds():
         "far from the origin": (draw(250, 70) + 1000, 2, 1 << 29),
         "copies": (copies, 1, 1 << 29),
         "one far row": (torch.cat([draw(1, 20) * 1e6, draw(130, 20, seed=1)]), 2, 1 << 29),
+        "hidden by rounding": (hidden_by_rounding(), 1, 1 << 29),
     }
 
 

@@ -28,7 +28,8 @@ def test_fused_neighbours_are_those_of_brute_force():
         assert found["worst"] <= 1e-12, (name, found)  # what is called certain is exact
         assert found["below"] >= -1e-12, (name, found)  # no distance is made up
         assert found["wrong"] == 0, (name, found)
-        if name != "one far row":  # rows a millionth as long as the longest cannot be told apart in half precision
+        # Rows a millionth as long as the longest, and distances that rounding can hide, are left to the plain search.
+        if name not in ("one far row", "hidden by rounding"):
             assert found["certain"] > 0.5, (name, found)
 
 
