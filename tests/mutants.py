@@ -37,6 +37,9 @@ A, D, N = "measures/anisotropy.py", "measures/dimension.py", "measures/search.py
 U, C, P, B = "measures/uncertainty.py", "measures/curvature.py", "measures/paths.py", "measures/base.py"
 ENERGY, CROSSED, TANGENTS = "tests/test_energy.py", "tests/test_crossed.py", "tests/test_tangents.py"
 PROFILE, SWEEP, STORE = "tests/test_profile.py", "tests/test_sweep.py", "tests/test_store.py"
+TERMS, ZIPF, PROBES = "tests/test_regularizers.py", "tests/test_interventions.py", "tests/test_quality.py"
+THEORY, RECOVERY, PAIRS = "tests/test_theory.py", "tests/test_theory_recovery.py", "tests/test_quality_report.py"
+CAUSAL, KERNELS, STACKED = "tests/test_causal_report.py", "tests/test_kernels.py", "tests/test_stacked.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
     Mutant(A, "(float(total @ total) - n) / (n * (n - 1))", "float(total @ total) / n**2", (ORACLES,)),
@@ -172,6 +175,65 @@ MUTANTS = [
     Mutant(
         "tangent/descent.py", "torch.clamp_min(spare, 0, out=own[k])", "own[k].copy_(spare)", ("tests/test_seminmf.py",)
     ),
+    Mutant("train/regularizers.py", "1 - (total**2 / size - 1) / (d - 1)", "(total**2 / size - 1) / (d - 1)", (TERMS,)),
+    Mutant("train/regularizers.py", " & kept[:, 1:-1] & kept[:, 2:]", " & kept[:, 1:-1]", (TERMS,), "padding"),
+    Mutant("train/damping.py", "normal * wide + (tangent - normal)", "tangent * wide + (normal - tangent)", (TERMS,)),
+    Mutant("train/local_fits.py", " @ grads[0]) / gaps)", " @ grads[0]) * gaps)", (TERMS,), "gradients_are"),
+    Mutant(
+        "train/penalised.py", "torch.stack(terms).mean() / parts", "torch.stack(terms).mean()", (TERMS,), "accumulation"
+    ),
+    Mutant(
+        "train/loop.py",
+        "            self.regularized.restore(self.folder, self.step, self.device)",
+        "            pass",
+        (TERMS,),
+        "stopped",
+    ),
+    Mutant("train/interventions.py", " - (torch.logsumexp(power * f, 0) - total.log()))", ")", (ZIPF,)),
+    Mutant(
+        "train/interventions.py",
+        "p = p[torch.from_numpy(np.random.default_rng([DEALT]).permutation(len(p)))]",
+        "pass",
+        (ZIPF,),
+    ),
+    Mutant("train/interventions.py", "        if self.law is not None:", "        if False:", (ZIPF,)),
+    Mutant(
+        "train/interventions.py",
+        "np.minimum(drawn, len(order) - 1)[order]",
+        "np.minimum(drawn, len(order) - 1)",
+        (ZIPF,),
+    ),
+    Mutant("watching/binned.py", "ids[:, 1:], NOT_SCORED)", "ids[:, :-1], NOT_SCORED)", (ZIPF,), "losses_by"),
+    Mutant("monitoring/linear_probes.py", "rest = quarter % 2 != half", "rest = quarter % 2 == half", (PROBES,)),
+    Mutant(
+        "monitoring/quality.py",
+        "torch.unique(ids, dim=0, return_inverse=True)[1])",
+        "torch.arange(len(ids)))",
+        (PROBES,),
+    ),
+    Mutant("views/associations.py", "(without_course(np.diff(x, axis=1)) for", "(np.diff(x, axis=1) for", (PAIRS,)),
+    Mutant("views/associations.py", "for q in false_discovery_control(list(ps))]", "for q in ps]", (PAIRS,)),
+    Mutant(
+        "views/causal.py",
+        "* table[seed] for x, table in tables)",
+        "* table[seeds[(i + seeds.index(seed)) % len(seeds)]] for i, (x, table) in enumerate(tables))",
+        (CAUSAL,),
+        "straight_line",
+    ),
+    Mutant("theory/chords.py", "by_arc, -(kappa**2) / 12)", "by_arc, kappa**2 / 12)", (THEORY,), "chords"),
+    Mutant("theory/chords.py", "by_arc = limit(near, -lack", "by_arc = limit(near, lack", (THEORY,), "chords"),
+    Mutant("theory/visible.py", "(away - along @ tangent.T)", "away", (THEORY,), "visible"),
+    Mutant("theory/recovery_laws.py", "(2 * d + 8) * size2", "(2 * d + 4) * size2", (RECOVERY,), "moments or little"),
+    Mutant(
+        "measures/neighbors_fused.py",
+        "(squares * (1 - allowance)).float()",
+        "squares.float()",
+        (KERNELS,),
+        "neighbours",
+    ),
+    Mutant("kernels/nearest.py", "tl.minimum(out, tl.min(new, axis=0))", "out", (KERNELS,), "neighbours"),
+    Mutant("measures/lanczos.py", "EXACT = 1e-9", "EXACT = 1e-2", ("tests/test_lanczos.py",)),
+    Mutant("stats/moments.py", " + across + across.T", " + across", (STACKED,), "tensor_cores"),
     Mutant("monitoring/tangents.py", "view.step == self.steps", "view.step > self.steps", (TANGENTS,)),
     Mutant("monitoring/tangents.py", "sum(nulls) / 2", "sum(nulls)", (TANGENTS,)),
     Mutant(
