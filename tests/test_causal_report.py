@@ -222,10 +222,14 @@ def test_a_placebo_is_taken_with_the_seeds_it_has(tmp_path):
     assert arms["dealt"].by_seed(place) == {0: 1.05} and arms["dealt"].at_end(place).estimate.value == 1.05
     assert slope([arms["even"], arms["plain"]], place).over == "2 seeds"  # the lines keep all seeds
     words = " ".join(causal_words(found))
-    assert "dealt: 1 of 2 seeds at the last step" in words and "with one seed, what it moves has no error bar" in words
+    assert "dealt: 1 of 2 seeds at the last step" in words and "With one seed, what it moves has no error bar" in words
     models, slopes = causal_tables(found)
     assert any(row[0] == "dealt" and row[5] == "1.050 (one seed)" for row in models.rows)
-    assert slopes.rows[0][-1] == "+0.25 (no error bar)" and causal_figures(found)
+    assert slopes.rows[0][-1] == "+0.25 (no error bar)"
+    (figure,) = causal_figures(found)
+    assert [one.value for one in figure.toggles if one.kind == "seeds"] == ["mean of 2 seeds", "each seed"]
+    assert any(line.visible and line.y == (1.05,) and line.upper == (None,) for line in figure.panels[0].lines)
+    assert "dealt: 1 of 2 seeds." in figure.caption and figure.shades is None
 
 
 def test_drawn_windows_are_compared_with_drawn_windows(tmp_path):

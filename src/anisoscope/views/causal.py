@@ -254,7 +254,7 @@ class _Drawing:
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         self.arms, self.groups = arms, lines_of_arms(arms)
-        self.series: list[Series] = [arm.shelf.series for arm in arms]
+        self.series: list[Series] = [arm.shelf.series for arm in arms if not arm.partial]
 
     def geometry(self) -> tuple[Figure, ...]:
         """Anisotropy and dimension, and how closely distances follow frequency, at two layers."""
@@ -294,8 +294,8 @@ class _Drawing:
             pile,
             "causal-energy",
             "Tangent energy by frequency against the exponent",
-            "The activation gradient of the loss without weights, along the proxy, by bins of token frequency in the "
-            "text as it is.",
+            "The activation gradient of the loss without weights, along the proxy"
+            + (", by bins of token frequency in the text as it is." if bins_of(self.arms, "loss") else "."),
             [],
         )
 
@@ -361,7 +361,7 @@ class _Drawing:
                 for seed in seeds
                 if (own := [(a, r) for a, _ in points if (r := _of_seed(a, place, seed)) is not None])
             ]
-            pooled = all(arm.shelf.members for arm, _ in points)
+            pooled = all(arm.shelf.members and not arm.partial for arm, _ in points)
             found += seed_lines(points[0][0].shelf.series, whole, singles) if pooled else [whole]
         return found
 
@@ -392,7 +392,10 @@ class _Drawing:
         ]
         records = [record for arm in self.arms for record in arm.shelf.series.last()]
         paired = " Slopes are paired by seed, and can be surer than these bands." if seed_toggles(self.series) else ""
-        said = f"{caption} {band_words(self.series, records)}{paired}".strip()
+        some = [
+            f" {arm.label}: {len(arm.there)} of {len(arm.shelf.members)} seeds." for arm in self.arms if arm.partial
+        ]
+        said = f"{caption} {band_words(self.series, records)}{paired}{''.join(some)}".strip()
         toggles = (*methods, *switches, *seed_toggles(self.series))
         columns = 2 if len(pile.panels) == 4 else 0
         ordered = any(line.shade for panel in pile.panels for line in panel.lines)  # several bins, and not one alone

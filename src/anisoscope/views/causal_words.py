@@ -188,9 +188,8 @@ def _placebo(arms: Sequence[Arm], places: Sequence[Place]) -> list[str]:
         sure = [(place, one) for (place, one), q in zip(found, adjusted) if q <= LEVEL]
         if arm.partial:
             has = f"{len(arm.there)} of {len(arm.shelf.members)} seeds"
-            said.append(f"{arm.label}: {has} at the last step; the others are left out.")
-        if not found:
-            said.append(f"{arm.label}: with one seed, what it moves has no error bar (in the table).")
+            bare = "" if found else ". With one seed, what it moves has no error bar (in the table)"
+            said.append(f"{arm.label}: {has} at the last step; the others are left out{bare}.")
         if found:
             each = [f"{_name(place)} by {_signed(one)}" for place, one in sure[:4]]
             end = f": {listed(each)}" if each else ""

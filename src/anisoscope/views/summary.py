@@ -19,7 +19,7 @@ from anisoscope.views.series import (
     stream_profile,
     with_error,
 )
-from anisoscope.views.shape import Shape, profile_shape
+from anisoscope.views.shape import LEVEL, Shape, profile_shape
 
 LEADING = ("spectral_ratio", "mean_cosine", "isoscore")
 DIMENSIONS = ("two_nn", "mle", "gride")
@@ -214,7 +214,10 @@ def shape_words(profile: Profile) -> str:
     going = "rising" if "rising" in shape.verdict else "falling"
     if shape.rough:
         going = f"mostly {going}, with departures that the errors do not explain"
-    return f"{going} ({against_flat}); no bell is seen ({p_words(shape.p_monotone, shape.draws)})."
+    against_monotone = p_words(shape.p_monotone, shape.draws)
+    if shape.p_monotone <= LEVEL:  # "no bell (p ≤ 0.0005)" would read as if the p-value spoke against a bell
+        return f"{going} ({against_flat}); it bends (monotone: {against_monotone}), too little to be called a bell."
+    return f"{going} ({against_flat}); no bell is seen ({against_monotone})."
 
 
 def peak_words(profile: Profile) -> str:

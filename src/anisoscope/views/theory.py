@@ -86,6 +86,9 @@ def section_of(one: Series) -> str:
 def verdict(one: Series) -> str:
     """How many numbers agree, and which does so least."""
     judged = [(truth, estimate) for truth, estimate in checks_of(one) if truth["truth"] is not None]
+    if not judged:
+        ended = "run_seconds" in one.facts["theory"]
+        return "It has no number with a known answer." if ended else "It failed and gave no number."
     off = [truth for truth, _ in judged if not truth["agrees"]]
     if off:
         first = f"{off[0]['measure']} ({off[0]['site']})"
