@@ -247,6 +247,8 @@ def test_words_follow_the_numbers():
     assert "highest at resid.6 (0.900 ± 0.010, 50% of depth)" in words
     assert "a bell" in words and "with its peak at resid.6" in words and "p ≤ 0.0005" in words
     assert "rising" in say(depth) and "no bell is seen" in say(depth)
+    bent = say(np.where(depth == 1, 0.9, depth), stderr=0.002)
+    assert "it bends (monotone: p ≤ 0.0005), too little to be called a bell" in bent and "no bell is seen" not in bent
     assert "falling" in say(-depth)
     assert "flat as far as the errors can tell" in say(np.full(13, 0.5))
     assert "a U" in say(-bell)

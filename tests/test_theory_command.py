@@ -113,6 +113,7 @@ def test_a_new_run_goes_beside_an_old_one_and_an_old_one_is_kept(place):
         "list": ("theory", "--list"),
         "few": ("theory", "--list", "chords"),
         "seed": ("theory", "--seed", "-1"),
+        "large seed": ("theory", "--seed", "99999999999999999999"),
     }
     found = run_many({case: [*arguments] for case, arguments in cases.items()}, place[0])
     code, out, _ = found["beside"]
@@ -123,7 +124,7 @@ def test_a_new_run_goes_beside_an_old_one_and_an_old_one_is_kept(place):
     ]
     assert not (place[0] / "runs" / "theory-2" / "report.html").exists()
     code, out, err = found["same"]
-    assert code == 2 and "already holds a run" in err and err.count("\n") == 1
+    assert code == 2 and "runs/theory already holds a run; choose another folder" in err and err.count("\n") == 1
     code, out, err = found["wrong"]
     assert (code, out) == (2, "") and "unknown experiment 'chord'; did you mean 'chords'?" in err
     code, out, err = found["list"]
@@ -131,7 +132,7 @@ def test_a_new_run_goes_beside_an_old_one_and_an_old_one_is_kept(place):
     assert not (place[0] / "runs" / "theory-3").exists()
     code, out, _ = found["few"]
     assert "chords" in out and "counter-example" not in out
-    assert found["seed"][0] == 2
+    assert found["seed"][0] == found["large seed"][0] == 2
 
 
 def test_a_missed_truth_is_exit_code_one(tmp_path, monkeypatch, capsys):
@@ -152,11 +153,12 @@ def test_an_experiment_that_fails_stops_no_other(tmp_path, monkeypatch, capsys):
     with pytest.raises(Exception) as ended:
         theory(out=tmp_path / "run")
     assert ended.value.exit_code == 1
-    assert "broken: failed" in capsys.readouterr().out
+    assert "broken: failed: RuntimeError: it broke" in capsys.readouterr().out
     with RunReader(tmp_path / "run") as reader:
         (failure,) = reader.failures()
         assert failure.error == "RuntimeError: it broke" and [r.cell for r in reader.records()] == ["good"]
-    assert "it broke" in (tmp_path / "run" / "report.html").read_text()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "it broke" in page and "It failed and gave no number." in page and "All 0" not in page
 
 
 def printed(table, width):

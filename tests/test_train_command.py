@@ -1,5 +1,6 @@
 """`anisoscope train` as a process: what it says, what it leaves, how bad input looks, and a kill in the middle."""
 
+import io
 import json
 import os
 import re
@@ -7,16 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 from test_cli import ENVIRONMENT, run, run_many
 
-from anisoscope.commands.lines import clock, short
+from anisoscope.commands.lines import clock, results_table, short
 from anisoscope.commands.train import changed
 from anisoscope.errors import AnisoscopeError
 from anisoscope.runs.store import RunReader
 from anisoscope.train.metrics import METRICS, read_metrics
 from anisoscope.train.recipe import load_recipe, parse_recipe
+from anisoscope.watching.study import Cell, CellResult
 
 TEXT = """\
 name: tiny
@@ -185,3 +189,15 @@ def test_the_command_line_changes_the_recipe():
 def test_numbers_are_short():
     assert [short(n) for n in (640, 61_440, 1_060_000, 2_500_000_000)] == ["640", "61.4 k", "1.06 M", "2.5 G"]
     assert [clock(s) for s in (7.4, 760, 11_100)] == ["0:07", "12:40", "3:05:00"]
+
+
+def test_no_number_of_the_table_is_cut_off_in_a_plain_terminal():
+    spec = load_recipe("regularizers").models[-1]
+    cell = Cell(variant=spec, seed=0, name="a model with a long name seed 0", folder=Path("x"))
+    counts = {"step": 12_400, "parameters": 1_063_296, "tokens": 46_080, "looks": 16, "look_seconds": 520.0}
+    result = CellResult(cell=cell, status="finished", loss=6.287, val_loss=6.307, seconds=1041.5, **counts)
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(results_table("study", [result]))
+    text = console.export_text()
+    assert "…" not in text and re.search(r"finished +1.06 M +12,400 +46.1 k +6.287 +6.307 +1,041.5 +16 \(50%\)", text)
+    assert " ".join(line[:15].strip() for line in text.splitlines()).count("seed 0") == 1

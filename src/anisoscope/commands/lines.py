@@ -90,8 +90,8 @@ def results_table(name: str, results: Sequence[CellResult]) -> Table:
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    for column in ("model", ""):
-        table.add_column(column, no_wrap=True)
+    table.add_column("model", overflow="fold")  # a name may take two lines; a number that is cut says nothing
+    table.add_column("", no_wrap=True)
     for column in ("weights", "updates", "tokens", "loss", "val", "seconds", "looks"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in results:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anisoscope.commands.common import report_of, source_of
-from anisoscope.errors import AnisoscopeError, unknown_name
+from anisoscope.errors import AnisoscopeError, RunError, unknown_name
 
 if TYPE_CHECKING:
     from anisoscope.runs.store import ProbeWriter, RunWriter
@@ -30,7 +30,7 @@ RUNS = Path("runs")
 
 Names = Annotated[list[str] | None, typer.Argument(help="Experiments, as --list names them. Default: all.")]
 List = Annotated[bool, typer.Option("--list", help="List the experiments and run none.")]
-Seed = Annotated[int, typer.Option(help="Seed of every draw.", min=0)]
+Seed = Annotated[int, typer.Option(help="Seed of every draw.", min=0, max=2**32 - 1)]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run. Default: a new one, runs/theory.")]
 NoReport = Annotated[bool, typer.Option("--no-report", help="Run only; `anisoscope report` makes the page later.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No tables and no progress: how many agree, and where it is.")]
@@ -52,12 +52,15 @@ def theory(
     if list_:
         console.print(list_table(listed(names or ())))
         return
+    from anisoscope.runs.files import DATABASE
     from anisoscope.runs.provenance import provenance
     from anisoscope.runs.store import RunWriter
     from anisoscope.theory.registry import choose_experiments
 
     chosen = choose_experiments(names or ())
     folder = out or _new_run()
+    if (folder / DATABASE).exists():
+        raise RunError(f"{folder} already holds a run; choose another folder")
     recipe = {"theory": {"experiments": [one.name for one in chosen], "seed": seed}}
     off, judged, failed = 0, 0, 0
     origin = provenance(seeds=(seed,))
@@ -68,9 +71,9 @@ def theory(
         for one in chosen:
             begin(one)
             outcome = run_one(writer, one, seed)
-            if outcome is None:
+            if isinstance(outcome, Exception):
                 failed += 1
-                _line(console, f"{one.name}: failed; the report says why")
+                _line(console, f"{one.name}: failed: {type(outcome).__name__}: {outcome}")
                 continue
             off += len(outcome.off)
             judged += sum(check.truth is not None for check in outcome.checks)
@@ -90,8 +93,8 @@ def theory(
         raise typer.Exit(1)
 
 
-def run_one(writer: RunWriter, experiment: Experiment, seed: int) -> Outcome | None:
-    """Run an experiment and store it as one probe; None where it failed, which is stored too."""
+def run_one(writer: RunWriter, experiment: Experiment, seed: int) -> Outcome | Exception:
+    """Run an experiment and store it as one probe; why, where it failed, which is stored too."""
     began = time.perf_counter()
     head = {"kind": "theory", "title": experiment.title, "question": experiment.question, "seed": seed}
     try:
@@ -100,7 +103,7 @@ def run_one(writer: RunWriter, experiment: Experiment, seed: int) -> Outcome | N
     except Exception as error:
         with writer.probe(step=0, cell=experiment.name, info=head | {"truths": [], "notes": []}) as probe:
             probe.fail(site="experiment", measure=experiment.name, slice="all", error=error)
-        return None
+        return error
     seconds = time.perf_counter() - began
     info = head | {
         "notes": list(outcome.notes),
