@@ -32,6 +32,7 @@ TIES = {
     "frequency.global_pearson": "Correlation of log count and distance to all",
 }
 X = Axis(title="effective Zipf exponent")
+Nulls = tuple[Reference, ...]
 ONE = (Reference(name="1: as much as controls", y=1.0),)
 
 
@@ -205,8 +206,7 @@ def over_seeds(values: Sequence[float], method: str) -> Estimate:
     """A mean with its error over seeds; without one where there is one seed."""
     n = len(values)
     if n == 1:
-        notes = ("one seed: no error bar",)
-        return Estimate(value=values[0], stderr=None, n=1, method=method, notes=notes)
+        return Estimate(value=values[0], stderr=None, n=1, method=method, notes=("one seed: no error bar",))
     stderr = statistics.stdev(values) / math.sqrt(n)
     return Estimate(value=statistics.fmean(values), stderr=stderr, n=n, method=method, over=f"{n} seeds", dof=n - 1)
 
@@ -296,7 +296,6 @@ class _Drawing:
             "Tangent energy by frequency against the exponent",
             "The activation gradient of the loss without weights, along the proxy"
             + (", by bins of token frequency in the text as it is." if bins_of(self.arms, "loss") else "."),
-            [],
         )
 
     def distances(self) -> tuple[Figure, ...]:
@@ -313,7 +312,6 @@ class _Drawing:
             "Distances by frequency against the exponent",
             "Mean distance of tokens to the centroid of their own type and to that of all, by bins of frequency. They "
             "grow with the scale of the activations; compare bins with each other.",
-            [],
         )
 
     def losses(self) -> tuple[Figure, ...]:
@@ -333,7 +331,6 @@ class _Drawing:
             "causal-losses",
             "Loss on the untouched text against the exponent",
             "Of the probe, whatever the model was trained with: no weights, no drawn windows.",
-            [],
         )
 
     def _by_bin(self, measure: str, site: str) -> list[Line]:
@@ -365,25 +362,12 @@ class _Drawing:
             found += seed_lines(points[0][0].shelf.series, whole, singles) if pooled else [whole]
         return found
 
-    def _panel(
-        self,
-        pile: Pile,
-        key: str,
-        title: str,
-        y: str,
-        lines: Sequence[Line],
-        nulls: tuple[Reference, ...] = (),
-    ) -> None:
+    def _panel(self, pile: Pile, key: str, title: str, y: str, lines: Sequence[Line], nulls: Nulls = ()) -> None:
         if lines:
             pile.panels.append(Panel(key=key, title=title, x=X, y=Axis(title=y), lines=tuple(lines), references=nulls))
 
     def _figure(
-        self,
-        pile: Pile,
-        key: str,
-        title: str,
-        caption: str,
-        switches: Sequence[Toggle],
+        self, pile: Pile, key: str, title: str, caption: str, switches: Sequence[Toggle] = ()
     ) -> tuple[Figure, ...]:
         methods = [
             Toggle(kind="method", value=METHODS[method], role=None, dash=dash, on=True)
