@@ -591,3 +591,16 @@ def test_compile_is_refused_or_left_out(tmp_path, data):
     recipe = with_spec("istar", compile="auto", **{"optimisation.steps": 4})
     result = train(recipe, "plain", 0, folder=tmp_path, data=data)
     assert result.status == "finished" and "trained without it" in result.notes[0]
+
+
+def test_a_mask_that_is_added_to_scores_is_refused_not_turned_around():
+    h = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    added = torch.tensor([[0.0, 0, 0, -torch.inf, -torch.inf]]).expand(2, -1)
+    with pytest.raises(OptionError, match="1 keeps a token"):
+        reg.istar(h, 0.1, mask=added)
+    assert reg.istar(h, 0.1, mask=(added == 0).float()) == reg.istar(h, 0.1, mask=added == 0)
+
+
+def test_an_unknown_option_of_a_term_is_named():
+    with pytest.raises(UnknownNameError, match="did you mean 'shrinkage'"):
+        reg.penalty("istar", torch.randn(8, 4), 0.1, shrinkag=0.2)

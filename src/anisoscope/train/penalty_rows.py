@@ -19,7 +19,7 @@ from anisoscope.errors import (
     name_rows,
 )
 
-Mask = Flags | None
+Mask = Flags | Tensor | None
 """True (or 1) keeps a token, as an attention mask does; one flag for each, in the shape of the leading axes."""
 
 
@@ -50,6 +50,11 @@ def flags_of(name: str, h: Float[Tensor, "*lead d"], mask: Mask) -> Tensor | Non
     if flags.shape != h.shape[:-1]:
         raise ShapeError(
             f"{name}: the mask has shape {tuple(flags.shape)}, the tokens {tuple(h.shape[:-1])}; give one flag a token"
+        )
+    if flags.is_floating_point() and not bool(((flags == 0) | (flags == 1)).all()):
+        raise OptionError(
+            f"{name}: the mask holds other numbers than 0 and 1; 1 keeps a token (a mask that is added to scores, "
+            "with 0 for kept ones, is turned by `mask == 0`)"
         )
     return flags != 0
 

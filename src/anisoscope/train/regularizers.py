@@ -20,6 +20,7 @@ NaN too, changes neither the term nor a gradient. See docs/regularizers.md.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -193,11 +194,17 @@ NAMES = (*TERMS, DAMPING)
 
 def penalty(name: str, h: Float[Tensor, "*lead d"], weight: float, **options: Any) -> Float[Tensor, ""]:
     """The term of this name; ``options`` as its function takes them."""
-    return TERMS[choose("regularizer that adds to a loss", name, TERMS)](h, weight, **options)
+    term = TERMS[choose("regularizer that adds to a loss", name, TERMS)]
+    known = [one for one in inspect.signature(term).parameters if one not in ("h", "weight")]
+    for given in options:
+        choose(f"option of {name}", given, known)
+    return term(h, weight, **options)
 
 
 def _full_precision(h: Tensor) -> torch.autocast:
     """Autocast off inside: it would bring the products back to half precision."""
+    if not isinstance(h, Tensor):
+        raise ShapeError(f"a penalty needs a torch tensor that the loss depends on, got {type(h).__name__}")
     return torch.autocast(h.device.type, enabled=False)
 
 
