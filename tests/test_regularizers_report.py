@@ -33,6 +33,9 @@ SEEDS = {0: 4.0, 1: 5.0, 2: 3.0}  # what a seed does to every model: far more th
 GAPS = {"plain": (0.0, 0.0, 0.0), "even": (0.10, 0.12, 0.11), "damped": (-0.2, 0.3, 0.1)}
 
 
+PLANTED = (("resid.0", 5.0), ("resid.1", 0.2), ("resid.2", 0.4), ("final_norm", 9.0))  # an embedding unlike the layers
+
+
 def one(value):
     return Estimate(value=value, stderr=None, n=10, method="planted")
 
@@ -51,7 +54,7 @@ def write_run(folder, gaps=GAPS, seeds=SEEDS, models=MODELS, stopped=()):
                     with writer.probe(step=step, cell=f"{variant} seed {seed}", info=info) as probe:
                         loss = seeds[seed] + gap * (step == 40) + (step == 10)
                         probe.add_estimate(one(loss), site="model", measure="loss", slice="all")
-                        for site, value in (("resid.0", 0.2), ("resid.1", 0.4), ("final_norm", 9.0)):
+                        for site, value in PLANTED:
                             value = value + gap if site != "final_norm" else value
                             probe.add_estimate(one(value), site=site, measure="isoscore", slice="all")
                             probe.add_estimate(one(7.0), site=site, measure="isoscore", slice="no position 0")

@@ -247,7 +247,7 @@ def test_verdicts_in_words(tmp_path):
         experiment("far", made(1.0, 1.0), made(1.3, 1.0, measure="far one")),
     )
     words = {name: said[0][1] for name, said in theory_findings(shown).items()}
-    assert words["Title of none"] == "All 1 numbers agree with the truth."
+    assert words["Title of none"] == "The one number agrees with the truth."
     assert "far one (plane), by 3.0 standard errors" in words["Title of far"]
     (near,) = theory_tables(stored(tmp_path / "near", experiment("near", made(0.999, 1.0))))["Theory: Title of near"]
     assert near.rows[0][-2] == "+0.0 se"

@@ -13,6 +13,7 @@ from typing import Any
 
 from anisoscope.estimate import Estimate
 from anisoscope.runs.reader import RunReader
+from anisoscope.runs.records import layer_of
 from anisoscope.views.layout import axis_title, direction
 from anisoscope.views.names import MODEL_SITE
 from anisoscope.views.panels import Axis, Figure, Line, Panel, Table, Toggle
@@ -34,7 +35,7 @@ class Ended:
     step: int
     loss: float
     geometry: Mapping[str, float]
-    """Means over the residual stream."""
+    """Means over the layers of the residual stream, the embedding left out."""
     median_seconds: float | None
     processor_seconds: float | None
 
@@ -94,7 +95,8 @@ def _looks(run: RunReader) -> Looks:
         if record.site == MODEL_SITE and record.measure == LOSS:
             here["loss"] = record.estimate.value
         elif is_stream(record.site) and record.measure in MEASURES:
-            here["geometry"].setdefault(record.measure, []).append(record.estimate.value)
+            layer = layer_of(record.site) or 0
+            here["geometry"].setdefault(record.measure, {})[layer] = record.estimate.value
     found: dict[tuple[str, int], dict[int, Ended]] = {}
     for probe in probes:
         variant, seed = probe.info.get("variant"), probe.info.get("seed")
@@ -105,11 +107,16 @@ def _looks(run: RunReader) -> Looks:
             found.setdefault((variant, seed), {})[probe.step] = Ended(
                 step=probe.step,
                 loss=here["loss"],
-                geometry={name: statistics.fmean(values) for name, values in here["geometry"].items()},
+                geometry={name: _over_layers(values) for name, values in here["geometry"].items()},
                 median_seconds=pace.get("median_seconds"),
                 processor_seconds=pace.get("processor_seconds"),
             )
     return found
+
+
+def _over_layers(values: Mapping[int, float]) -> float:
+    """The mean over layers; the embedding, which may be of another kind, only where there is nothing else."""
+    return statistics.fmean([value for layer, value in values.items() if layer > 0] or values.values())
 
 
 def _compared(run: str, plain: Mapping[str, Any], same: Sequence[Mapping[str, Any]], looks: Looks) -> Compared | None:
@@ -207,8 +214,8 @@ def regularizer_tables(compared: Sequence[Compared]) -> list[Table]:
             found.append(
                 Table(
                     key="regularizers-geometry",
-                    caption="Geometry at the same looks: the mean over the residual stream, and what was added to the "
-                    f"plain model's, {interval}.",
+                    caption="Geometry at the same looks: the mean over layers (the embedding left out), "
+                    f"and what was added to the plain model's, {interval}.",
                     head=("Model", *(measure_title(measure) for measure in one.measures)),
                     rows=tuple(_geometry_rows(one)),
                 )
@@ -273,7 +280,8 @@ def regularizer_words(compared: Sequence[Compared]) -> list[str]:
         lone = [other.name for other in one.others if len(other.pairs) == 1]
         if parts:
             none = f" One seed, so nothing is decided: {', '.join(lone)}." if lone else ""
-            said.append(f"Held-out loss at the last look, in nats, {'; '.join(parts)}.{none}")
+            many = " Each by its own 95 % interval, uncorrected for their number." if len(one.others) > 1 else ""
+            said.append(f"Held-out loss at the last look, in nats, {'; '.join(parts)}.{many}{none}")
         else:
             said.append(f"One seed: no difference from {one.plain} is told apart from what another seed would do.")
     return said
@@ -305,9 +313,9 @@ def regularizer_figures(compared: Sequence[Compared]) -> tuple[Figure, ...]:
         bars = "Circles: one seed each. Diamonds: means over seeds, with 95 % intervals (Student's t) of each model on "
         bars += "its own; differences from the plain model, seed by seed, are in the table. "
         caption = (
-            f"{bars if several else 'One seed, and no error bar. '}Geometry is the mean over the residual stream at "
-            "the last look. A regulariser that costs nothing moves a point sideways; one that only hurts moves it up."
-            + (f" Not drawn, as it is not as far: {', '.join(early)}." if early else "")
+            f"{bars if several else 'One seed, and no error bar. '}Geometry is the mean over layers "
+            "(the embedding left out) at the last look. A regulariser that costs nothing moves a point sideways; one that "
+            "only hurts moves it up." + (f" Not drawn, as it is not as far: {', '.join(early)}." if early else "")
         )
         run = f" · {one.run}" if one.run else ""
         key = "regularizers" if len(compared) == 1 else f"regularizers-{number}"

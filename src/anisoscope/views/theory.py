@@ -97,12 +97,16 @@ def verdict(one: Series) -> str:
         (abs(estimate.value - truth["truth"]) / estimate.stderr, truth) for truth, estimate in judged if estimate.stderr
     ]
     if not distances:
-        return f"All {len(judged)} numbers agree with the truth."
+        return f"{_all(len(judged))} the truth."
     far, which = max(distances, key=lambda pair: pair[0])
     return (
-        f"All {len(judged)} numbers agree with the truth. The farthest from it is {which['measure']} "
+        f"{_all(len(judged))} the truth. The farthest from it is {which['measure']} "
         f"({which['site']}), by {far:.1f} standard errors."
     )
+
+
+def _all(count: int) -> str:
+    return "The one number agrees with" if count == 1 else f"All {count} numbers agree with"
 
 
 def checks_of(one: Series) -> list[tuple[Mapping[str, Any], Estimate]]:
