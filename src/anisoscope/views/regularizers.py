@@ -315,8 +315,9 @@ def regularizer_figures(compared: Sequence[Compared]) -> tuple[Figure, ...]:
         caption = (
             f"{bars if several else 'One seed, and no error bar. '}Geometry is the mean over layers "
             "(the embedding left out) at the last look. A regulariser that costs nothing moves a point sideways; "
-            "one that only hurts moves it up." + (f" Not drawn, as it is not as far: {', '.join(early)}." if early else "")
+            "one that only hurts moves it up."
         )
+        caption += f" Not drawn, as it is not as far: {', '.join(early)}." if early else ""
         run = f" · {one.run}" if one.run else ""
         key = "regularizers" if len(compared) == 1 else f"regularizers-{number}"
         figures.append(
