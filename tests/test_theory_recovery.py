@@ -34,6 +34,7 @@ CHEAP = ("pca", "ica", "kmeans", "random")
 RUNS = {
     "noise": lambda seed, kinds: recovery.noise(seed, repeats=2, many=64, kinds=kinds),
     "curvature": lambda seed, kinds: recovery.curvature(seed, repeats=2, many=120, kinds=kinds),
+    "rows": lambda seed, kinds: recovery.sample_size(seed, repeats=2, many=64, kinds=kinds),
     "rank": lambda seed, kinds: recovery.rank(seed, repeats=3, kinds=kinds),
     "estimator": lambda seed, _: recovery_curvature.curvature_estimator(seed, repeats=6),
 }
@@ -81,7 +82,7 @@ def test_series_carry_error_bars(name):
 
 def test_experiments_are_named_apart_and_run_by_seed():
     names = [one.name for one in recovery.EXPERIMENTS]
-    assert len(set(names)) == len(names) == 4
+    assert len(set(names)) == len(names) == 5
     assert all(one.question.endswith("?") and one.seconds > 0 for one in recovery.EXPERIMENTS)
     again, other = recovery_curvature._gaussian(0, 8, 100), recovery_curvature._gaussian(1, 8, 100)
     assert recovery_curvature._gaussian(0, 8, 100) == again != other
@@ -98,6 +99,17 @@ def test_a_loss_without_the_noise_in_the_tangent_is_refused(seed):
 def test_a_loss_linear_in_the_noise_is_refused(seed):
     first, last = (check_of("noise", seed, "pca: lost", f"noise {level}") for level in (0.1, 0.35))
     assert refuses(last, first.truth * 3.5)
+
+
+def test_a_loss_that_does_not_halve_with_twice_the_rows_is_refused(seed):
+    assert refuses(check_of("rows", seed, "3,072 rows"), check_of("rows", seed, "1,536 rows").truth / 2**0.5)
+    assert refuses(check_of("rows", seed, "pca", " 192 rows"), check_of("rows", seed, "pca", " 384 rows").truth)
+
+
+def test_rows_help_every_kind_but_chance():
+    found = {line.site: line.y for line in outcome("rows", 0).series}
+    assert all(found[kind][-1] > found[kind][0] + 0.1 for kind in KINDS if kind != "random")
+    assert all(y < 0.15 for y in found["random"])
 
 
 def test_the_variance_of_a_single_direction_is_refused_for_a_space(seed):

@@ -114,6 +114,36 @@ def noise(seed: int, *, repeats: int = 8, many: int = 96, kinds: Sequence[str] =
     )
 
 
+def sample_size(seed: int, *, repeats: int = 8, many: int = 96, kinds: Sequence[str] = KINDS) -> Outcome:
+    """A flat cloud under noise of half its spread, of few and of many rows: every kind against the number of rows."""
+    d, width, level = 4, 64, 0.5
+    surface = make_surface("quadratic", dimension=d, normals=8, kappa=0.0, width=width, seed=seed)
+    numbers = (96, 192, 384, 768, 1536, 3072)
+    where = f"flat cloud, d={d} D={width}, noise {level} of the spread"
+    labels = ("rows", RECOVERED)
+
+    def at(kind: str, number: float, seeds: range) -> Tensor:
+        return recoveries(surface, kind, d, n=int(number), spread=1.0, noise=level, seeds=seeds)
+
+    x, pca = _swept(numbers, seed, many, partial(at, "pca"))
+    lost = [flat_loss(1.0, level, dimension=d, width=width, n=n) for n in numbers]
+    law = 1 - torch.tensor(lost, dtype=torch.float64)
+    series = [series_of("pca", RECOVERED, x, pca, labels, slice=where, law=law)]
+    checks = [_loss(where, 1 - pca[:, i], lost[i], f"{n:,} rows", n, tolerance=0.0) for i, n in enumerate(numbers)]
+    for kind in (one for one in kinds if one != "pca"):
+        _, found = _swept(numbers, seed, repeats, partial(at, kind))
+        chance = torch.full_like(x, random_recovery(d, width)) if kind == "random" else None
+        series.append(series_of(kind, RECOVERED, x, found, labels, slice=where, law=chance))
+        for i in (0, -1):
+            estimate = over_repeats(found[:, i], "|T^T Q|^2 / d", what=CLOUDS)
+            checks.append(Check(kind, f"{RECOVERED}, {numbers[i]:,} rows", estimate, None, where))
+    return Outcome(
+        (*checks, *_chance(seed, d, width, where)),
+        tuple(series),
+        ("ica gains least: all directions are Gaussian here, and more rows give it nothing to hold on to",),
+    )
+
+
 def _at_noise(at: Callable[..., Tensor], kind: str, rank: int, level: float, seeds: range) -> Tensor:
     return at(kind, rank, noise=level, seeds=seeds)
 
@@ -301,6 +331,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "How much of the tangent space does curvature cost, against rows, and which kinds take normals for tangents?",
         curvature,
         20.0,
+    ),
+    Experiment(
+        "recovery-rows",
+        "Tangent proxies of few and many rows",
+        "How much of the true tangent space does each kind of proxy find as rows are added?",
+        sample_size,
+        22.0,
     ),
     Experiment(
         "recovery-rank",
