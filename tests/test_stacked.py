@@ -7,7 +7,6 @@ import torch
 
 from anisoscope.errors import OptionError, SiteError
 from anisoscope.measures.found import Found
-from anisoscope.measures.lanczos import leading
 from anisoscope.measures.neighbors import by_tiles, nearest_neighbors
 from anisoscope.measures.neighbors_gpu import mended, nearest_by_tiles, search
 from anisoscope.measures.plan import scale_of
@@ -315,30 +314,6 @@ def test_a_look_measured_together_is_the_look_measured_site_by_site():
     for one, two in zip(plain.records[1:], mine.records, strict=True):
         assert (one.site, one.measure) == (two.site, two.measure)
         same(two.estimate, one.estimate, 1e-5, f"{one.site} {one.measure}")
-
-
-@pytest.mark.parametrize("name", ["falling", "no gap", "low rank", "one large"])
-def test_lanczos_finds_the_largest_eigenvalues(name):
-    width = 300
-    x = draw(1200, width).double()
-    scale = {
-        "falling": torch.arange(1, width + 1) ** -0.5,
-        "no gap": torch.ones(width),
-        "low rank": (torch.arange(width) < 20).double(),
-        "one large": torch.cat([torch.tensor([100.0]), torch.ones(width - 1)]),
-    }[name].double()
-    matrix = (x * scale).T @ (x * scale)
-    values, vectors = torch.linalg.eigh(matrix)
-    found = leading(matrix, 8)
-    assert found is not None
-    assert torch.allclose(found[0][0], values[-1], rtol=1e-9)
-    assert torch.allclose(found[0], values.flip(0)[:8], rtol=1e-2)
-    assert float((vectors[:, -1] @ found[1]).abs()) > 1 - 1e-6
-
-
-def test_lanczos_says_where_it_does_not_serve():
-    assert leading(torch.eye(50).double(), 4) is None, "narrow"
-    assert leading(torch.full((200, 200), torch.nan).double(), 4) is None
 
 
 def test_rows_on_tensor_cores_are_multiplied_in_two_parts():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from anisoscope.estimate import Estimate
+from anisoscope.views.associations import adjusted
 from anisoscope.views.causal import (
     GEOMETRY,
     METHODS,
@@ -93,8 +94,8 @@ def slopes_of(arms: Sequence[Arm], places: Sequence[Place]) -> dict[Place, Slope
     """Slopes of one method with p-values after Benjamini and Hochberg; none of these where there is one seed."""
     found = {place: value for place in places if (value := slope(arms, place)) is not None}
     tested = [place for place, one in found.items() if one.stderr]
-    adjusted = dict(zip(tested, _corrected([found[place] for place in tested])))
-    return {place: Slope(place, one, adjusted.get(place), _bent(arms, place)) for place, one in found.items()}
+    p = dict(zip(tested, _corrected([found[place] for place in tested]), strict=True))
+    return {place: Slope(place, one, p.get(place), _bent(arms, place)) for place, one in found.items()}
 
 
 def _bent(arms: Sequence[Arm], place: Place) -> bool:
@@ -107,10 +108,8 @@ def _corrected(estimates: Sequence[Estimate]) -> list[float]:
     if not estimates:
         return []
     from scipy.special import stdtr  # here, not above: scipy is slow to import
-    from scipy.stats import false_discovery_control
 
-    p = [2 * float(stdtr(one.dof, -abs(one.value / one.stderr))) for one in estimates if one.stderr]
-    return [float(q) for q in false_discovery_control(p)]
+    return adjusted([2 * float(stdtr(one.dof, -abs(one.value / one.stderr))) for one in estimates if one.stderr])
 
 
 def causal_words(shelves: Sequence[Shelf]) -> list[str]:
@@ -184,8 +183,8 @@ def _placebo(arms: Sequence[Arm], places: Sequence[Place]) -> list[str]:
     for arm in (one for one in arms if one.method == "placebo" and plain is not None):
         assert plain is not None
         found = [(place, one) for place in places if (one := difference(arm, plain, place)) and one.stderr]
-        adjusted = _corrected([one for _, one in found])
-        sure = [(place, one) for (place, one), q in zip(found, adjusted) if q <= LEVEL]
+        corrected = _corrected([one for _, one in found])
+        sure = [(place, one) for (place, one), q in zip(found, corrected, strict=True) if q <= LEVEL]
         if arm.partial:
             has = f"{len(arm.there)} of {len(arm.shelf.members)} seeds"
             bare = "" if found else ". With one seed, what it moves has no error bar (in the table)"
