@@ -20,6 +20,7 @@ from anisoscope.monitoring.tangents_together import alike
 from anisoscope.monitoring.views import Look, SiteView
 from anisoscope.stats.moments import gram_in_parts
 from anisoscope.stats.precision import full_precision, two_parts
+from anisoscope.tangent import stacked_fits
 from anisoscope.text.frequency import TokenCounts
 
 
@@ -194,6 +195,25 @@ def test_sites_start_together():
         assert mine["seminmf.explained"].value > 0.97 * plain["seminmf.explained"].value
         assert mine["seminmf.sparsity"].value > 0.5 * plain["seminmf.sparsity"].value
     assert "seminmf.drift" in together.stacked(looks[1])["resid.0"]
+
+
+def test_starts_are_centres_of_cells(monkeypatch):
+    """Each round of k-means moves centres to the means of their cells: rows lie nearer to them than to drawn rows."""
+    heaps = 8 * draw(6, WIDTH, seed=1)[torch.arange(600) % 6] + draw(600, WIDTH, seed=2)
+    # The first half is filled up with rows of zeros.
+    centred = stacked_fits.Centred.of(heaps[None], (torch.arange(90), torch.arange(90, 600)))
+
+    def spreads(centres):
+        parts = zip(centred.rows, centred.counts.tolist(), centres, strict=True)
+        return [float(torch.cdist(rows[:n].double(), one).amin(dim=1).square().sum()) for rows, n, one in parts]
+
+    starts = stacked_fits.kmeans_starts(centred, 6, 0)
+    unfilled = stacked_fits.Centred.of(heaps[None, :180], (torch.arange(90), torch.arange(90, 180)))
+    assert torch.allclose(starts[0], stacked_fits.kmeans_starts(unfilled, 6, 0)[0], atol=1e-4), "zeros are no rows"
+    found = spreads(starts)
+    monkeypatch.setattr(stacked_fits, "KMEANS_ROUNDS", 0)
+    drawn = spreads(stacked_fits.kmeans_starts(centred, 6, 0))
+    assert all(after < 0.7 * before for after, before in zip(found, drawn, strict=True)), (found, drawn)
 
 
 def test_a_constant_distance_is_told_at_its_site_alone():
