@@ -16,8 +16,9 @@ from anisoscope.runs.records import Record
 from anisoscope.views import shape
 from anisoscope.views.figures import build_figures
 from anisoscope.views.interactive import figure_json, panel_json
+from anisoscope.views.numbers import digits_of, with_error
 from anisoscope.views.paper import write_figures
-from anisoscope.views.series import Series, digits_of, read_series, with_error
+from anisoscope.views.series import Series, read_series
 from anisoscope.views.shape import profile_shape
 
 DEPTH = np.linspace(0, 1, 13)

@@ -206,6 +206,7 @@ def _go(
 
 def _show(console: Console, readers: list[RunReader]) -> None:
     """Layers by measures for each model, what its profiles look like, and what it cost."""
+    from anisoscope.views.numbers import typed
     from anisoscope.views.series import is_theory, read_series
     from anisoscope.views.summary import findings, read_profiles
     from anisoscope.views.tables import cost_line, layer_table
@@ -217,7 +218,7 @@ def _show(console: Console, readers: list[RunReader]) -> None:
     for sentences in findings(series, read_profiles(series)).values():
         for model, words in sentences:
             who = f"{model}: " if len(series) > 1 and model else ""
-            console.print(f"· {who}{words}", markup=False, highlight=False)
+            console.print(f"· {who}{typed(words)}", markup=False, highlight=False)
     for reader in readers:
         for probe in reader.probes():
             line = cost_line(probe)

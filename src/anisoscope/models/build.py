@@ -128,6 +128,8 @@ def _gpt2(spec: ModelSpec) -> Any:
         resid_pdrop=spec.dropout,
         embd_pdrop=spec.dropout,
         attn_pdrop=spec.dropout,
+        # The function of "gelu_new" in one kernel: written out, it is a third of the time of a forward pass on a GPU.
+        activation_function="gelu_pytorch_tanh",
         **_common(spec),
     )
 

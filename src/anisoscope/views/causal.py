@@ -16,9 +16,10 @@ from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Record
 from anisoscope.views.layout import axis_title, hover_text, references
 from anisoscope.views.names import DISTANCES, MODEL_SITE, PROXIES, frequency_bin, tangent
+from anisoscope.views.numbers import digits_of, shown
 from anisoscope.views.panels import Axis, Figure, Line, Panel, Reference, Toggle
 from anisoscope.views.seeds import band_words, cells_of, seed_lines, seed_toggles
-from anisoscope.views.series import FIRST_SLICE, Series, digits_of, is_stream, measure_title
+from anisoscope.views.series import FIRST_SLICE, Series, is_stream, measure_title
 from anisoscope.views.shelf import Pile, Shelf, chance_line
 
 FREQUENCY = "frequency"
@@ -415,6 +416,6 @@ def with_bar(value: float, error: float) -> str:
 def exponent_words(arm: Arm) -> str:
     """``exponent 0.741 ± 0.005, 0 asked for``."""
     error, asked = arm.told.get("stderr"), arm.told.get("asked")
-    value = with_bar(arm.exponent, error) if isinstance(error, float) else f"{arm.exponent:g}"
-    short = f", {asked:g} asked for" if arm.told.get("short") and isinstance(asked, int | float) else ""
+    value = with_bar(arm.exponent, error) if isinstance(error, float) else shown(arm.exponent, "g")
+    short = f", {shown(asked, 'g')} asked for" if arm.told.get("short") and isinstance(asked, int | float) else ""
     return f"exponent {value}{short}"

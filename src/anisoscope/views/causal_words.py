@@ -29,8 +29,8 @@ from anisoscope.views.causal import (
 )
 from anisoscope.views.corrected import LEVEL
 from anisoscope.views.names import DISTANCES, MODEL_SITE
+from anisoscope.views.numbers import digits_of, interval_words, shown
 from anisoscope.views.panels import Table
-from anisoscope.views.series import digits_of, interval_words
 from anisoscope.views.shelf import Shelf
 from anisoscope.views.verdicts import listed
 
@@ -135,7 +135,7 @@ def causal_words(shelves: Sequence[Shelf]) -> list[str]:
 
 def _changed(method: str, arms: Sequence[Arm]) -> str:
     """Which exponents there are, and how far the ones asked for were reached."""
-    exponents = listed([f"{exponent:.3g}" for exponent in dict.fromkeys(arm.exponent for arm in arms)])
+    exponents = listed([shown(exponent, ".3g") for exponent in dict.fromkeys(arm.exponent for arm in arms)])
     who = f"{METHODS[method][:1].upper()}{METHODS[method][1:]}: effective exponents {exponents}."
     own = next((arm for arm in arms if arm.method == PLAIN), None)
     if own is not None and isinstance(own.told.get("own_stderr"), float):
@@ -147,10 +147,11 @@ def _changed(method: str, arms: Sequence[Arm]) -> str:
     )
     short = [arm for arm in arms if arm.told.get("short")]
     if short:
-        asked = listed([f"{arm.told['asked']:g}" for arm in short])
+        asked = listed([shown(arm.told["asked"], "g") for arm in short])
         share = min(float(arm.told["effective_share"]) for arm in short)
         who += (
-            f" Out of reach: {asked}; further would leave fewer than {100 * share:.0f} % of the windows in effect."
+            f" Out of reach: {asked}; further would leave fewer than {shown(100 * share, '.0f')} % of the windows "
+            "in effect."
             if method == "resample"
             else f" Out of reach with the largest weight: {asked}."
         )
@@ -192,9 +193,10 @@ def _placebo(arms: Sequence[Arm], places: Sequence[Place]) -> list[str]:
         if found:
             each = [f"{_name(place)} by {_signed(one)}" for place, one in sure[:4]]
             end = f": {listed(each)}" if each else ""
+            share = shown(100 * float(arm.told["effective_share"]), ".0f")
             said.append(
-                f"{arm.label}: what exponent {arm.told['asked']:g} takes, dealt at random (effective share "
-                f"{100 * float(arm.told['effective_share']):.0f} %), moves {len(sure)} of {len(found)} numbers "
+                f"{arm.label}: what exponent {shown(arm.told['asked'], 'g')} takes, dealt at random (effective share "
+                f"{share} %), moves {len(sure)} of {len(found)} numbers "
                 f"away from the plain model after correction{end}."
             )
     return said
@@ -221,16 +223,16 @@ def _arm_table(arms: Sequence[Arm]) -> Table:
         row = [
             arm.label,
             METHODS.get(arm.method, "plain"),
-            "–" if asked is None else f"{asked:g}",
-            with_bar(arm.exponent, error) if isinstance(error, float) else f"{arm.exponent:g} (exact)",
-            f"{100 * float(arm.told['effective_share']):.0f} %",
+            "–" if asked is None else shown(asked, "g"),
+            with_bar(arm.exponent, error) if isinstance(error, float) else f"{shown(arm.exponent, 'g')} (exact)",
+            f"{shown(100 * float(arm.told['effective_share']), '.0f')} %",
             "–" if own is None else _with_interval(own) + (f" ({_seeds(arm)})" if arm.partial else ""),
         ]
         if known:
             rate = float(arm.told["entropy_rate"])
             bar = arm.told.get("entropy_stderr")
-            row.append(with_bar(rate, bar) if isinstance(bar, float) else f"{rate:.4f} (exact)")
-            row.append("–" if own is None else f"{own.value - rate:.3f}")
+            row.append(with_bar(rate, bar) if isinstance(bar, float) else f"{shown(rate, '.4f')} (exact)")
+            row.append("–" if own is None else shown(own.value - rate, ".3f"))
         rows.append(tuple(row))
     head = ("Model", "Method", "Exponent asked", "Reached", "Effective share", "Held-out loss (nats)")
     caption = (
@@ -288,12 +290,11 @@ def _slope_words(one: Slope | None) -> str:
 
 def _signed(estimate: Estimate) -> str:
     """``+0.12 (0.05 … 0.19)``."""
-    value = digits_of(estimate.value, estimate.stderr)
-    sign = "" if value.startswith("-") else "+"
+    value = digits_of(estimate.value, estimate.stderr, plus=True)
     ends = interval_words(estimate)
-    return f"{sign}{value} ({ends})" if ends else f"{sign}{value} (no error bar)"
+    return f"{value} ({ends})" if ends else f"{value} (no error bar)"
 
 
 def _with_interval(estimate: Estimate) -> str:
     ends = interval_words(estimate)
-    return f"{digits_of(estimate.value, estimate.stderr)} ({ends})" if ends else f"{estimate.value:.3f}"
+    return f"{digits_of(estimate.value, estimate.stderr)} ({ends})" if ends else shown(estimate.value, ".3f")

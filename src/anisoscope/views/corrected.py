@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from anisoscope.runs.records import Record
 from anisoscope.views.names import noted, tangent
+from anisoscope.views.numbers import shown
 from anisoscope.views.seeds import cells_of
 from anisoscope.views.series import FIRST_SLICE, Series
 from anisoscope.views.shelf import Shelf
@@ -65,7 +66,7 @@ def p_lines(tests: Tests, shelf: Shelf, record: Record) -> str:
         test = tests.get(cell.label, {}).get(place)
         if test:
             who = f"seed {cell.seed}: " if shelf.series.members else ""
-            said.append(f"{who}p = {test.p:.3g}, adjusted {test.adjusted:.3g}")
+            said.append(f"{who}p = {shown(test.p, '.3g')}, adjusted {shown(test.adjusted, '.3g')}")
     return "\n".join(said)
 
 

@@ -32,6 +32,7 @@ from anisoscope.views.layout import (
     unit,
 )
 from anisoscope.views.names import PROXIES
+from anisoscope.views.numbers import shown
 from anisoscope.views.panels import Axis, Figure, Heatmap, Line, Panel, Reference, Toggle
 from anisoscope.views.quality_figures import quality_figures
 from anisoscope.views.seeds import band_words, framed, pool_seeds, seed_lines, seed_toggles
@@ -308,7 +309,7 @@ def curves(series: Sequence[Series]) -> tuple[Figure, ...]:
                         title=named[0].x_label or "x",
                         log=log_x,
                         ticks=tuple(ticks),
-                        labels=tuple(f"{tick:.3g}" for tick in ticks),
+                        labels=tuple(shown(tick, ".3g") for tick in ticks),
                     ),
                     y=Axis(title=named[0].y_label or "y", log=log_y),
                     lines=tuple(replace(line, visible=line.tags["slice"] == slices[0]) for line in lines),

@@ -14,8 +14,8 @@ from importlib import resources
 from typing import Any
 
 from anisoscope.errors import OptionError
+from anisoscope.views.numbers import digits_of, shown
 from anisoscope.views.panels import Axis, Figure, Heatmap, Line, Panel
-from anisoscope.views.series import digits_of
 
 # Okabe and Ito's colours, told apart with any kind of colour vision; darkened where white paper needs it.
 PALETTES: dict[str, tuple[str, ...]] = {
@@ -90,7 +90,7 @@ def panel_json(panel: Panel) -> dict[str, Any]:
                 "y": [reference.y] * 2,
                 "line": {"dash": "dot", "width": 1.2, "color": "#6b7280"},
                 "hoverinfo": "text",
-                "hovertext": escape(f"{reference.name}: {reference.y:.4g}"),
+                "hovertext": escape(f"{reference.name}: {shown(reference.y, '.4g')}"),
                 "meta": {"part": "reference"},
             }
         )
@@ -173,7 +173,7 @@ def heatmap_json(heatmap: Heatmap) -> dict[str, Any]:
             if z is None:
                 words[-1].append(escape(f"{site} · step {step}\nnot measured"))
                 continue
-            value = digits_of(z, error) + ("" if error is None else f" ± {error:.2g}") + heatmap.unit
+            value = digits_of(z, error) + ("" if error is None else f" ± {shown(error, '.2g')}") + heatmap.unit
             words[-1].append(escape(f"{site} · step {step}\n{value}\nn = {n:,}"))
     trace = {
         "type": "heatmap",

@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from anisoscope.runs.records import Curve, Record, layer_of, site_order
+from anisoscope.views.numbers import interval_words, shown, with_error, worded
 from anisoscope.views.panels import Axis, Line, Reference, Toggle
-from anisoscope.views.series import ENDS, STREAM, Series, entry_of, interval_words, is_stream, measure_title, with_error
+from anisoscope.views.series import ENDS, STREAM, Series, entry_of, is_stream, measure_title
 
 WRAP = 58  # characters in a line of hover text
 CURVE_POINTS = 120  # points of a curve that are drawn; a spectrum has one for each column of the model
@@ -118,7 +119,7 @@ def depth_axis(series: Sequence[Series]) -> tuple[Callable[[str, str], float], A
     if shared:
         ticks = {float(layer): str(layer) for layer in range(0, last + 1, stride)}
     else:
-        ticks = {share / 4: f"{share / 4:g}" for share in range(5)}
+        ticks = {share / 4: shown(share / 4, "g") for share in range(5)}
     ends = {ENDS[0]: "embed", ENDS[1]: "norm"} | {name: name for name in loose}
     ticks |= {place("", name): words for name, words in ends.items() if name in every}
     order = sorted(ticks)
@@ -179,10 +180,10 @@ def hover_text(record: Record, label: str, more: str = "") -> str:
     if interval:
         lines.append(f"95 % interval: {interval}, over {e.over}")
     lines += filter(None, more.split("\n"))
-    lines += [f"{name}: {part.value:.3g}" for name, part in e.parts.items() if name.startswith("sd over")]
+    lines += [f"{name}: {shown(part.value, '.3g')}" for name, part in e.parts.items() if name.startswith("sd over")]
     lines.append(f"n = {e.n:,}" + (f" · step {record.step:,}" if record.step else ""))
-    lines += textwrap.wrap(e.method, WRAP)[:2]
-    lines += [line for note in e.notes[:1] for line in textwrap.wrap(f"note: {note}", WRAP)[:2]]
+    lines += textwrap.wrap(worded(e.method), WRAP)[:2]
+    lines += [line for note in e.notes[:1] for line in textwrap.wrap(f"note: {worded(note)}", WRAP)[:2]]
     return "\n".join([*lines, label])
 
 
@@ -196,8 +197,9 @@ def curve_line(curve: Curve, shade: float, log_x: bool, log_y: bool) -> Line:
     errors = [None if curve.stderr is None else 1.96 * curve.stderr[i] for i in keep]
     lower = [None if e is None else curve.y[i] - e for i, e in zip(keep, errors)]
     words = [
-        f"{curve.site} · {curve.slice}\n{curve.x_label or 'x'}: {curve.x[i]:.4g}\n"
-        f"{curve.y_label or 'y'}: {curve.y[i]:.4g}" + ("" if curve.stderr is None else f" ± {curve.stderr[i]:.2g}")
+        f"{curve.site} · {curve.slice}\n{curve.x_label or 'x'}: {shown(curve.x[i], '.4g')}\n"
+        f"{curve.y_label or 'y'}: {shown(curve.y[i], '.4g')}"
+        + ("" if curve.stderr is None else f" ± {shown(curve.stderr[i], '.2g')}")
         for i in keep
     ]
     return Line(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from anisoscope.errors import OptionError, choose
 from anisoscope.runs.files import replacing
 from anisoscope.views.interactive import VIRIDIS, clipped, colour_of, short, viridis
+from anisoscope.views.numbers import shown
 from anisoscope.views.panels import Figure, Heatmap, Line, Panel
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _power(value: float) -> str:
     """A power of ten. The usual formatter writes mathematics, which is off since names may hold dollar signs."""
     exponent = round(math.log10(value)) if value > 0 else 0
     if -2 <= exponent <= 3:
-        return f"{value:g}"
+        return shown(value, "g")
     return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 

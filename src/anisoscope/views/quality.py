@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from anisoscope.views.associations import LEAST_LOOKS, LEAST_UNITS, Association
 from anisoscope.views.layout import unique
+from anisoscope.views.numbers import shown
 from anisoscope.views.panels import Table
 from anisoscope.views.quality_pairs import (
     ACCURACY,
@@ -182,7 +183,8 @@ def _largest(compared: Compared) -> str:
     if not known or any(passes(one.over, one.over_q) for one in known):
         return ""
     top = max(known, key=lambda one: abs(one.over.r) if one.over else 0.0)
-    return f"; the largest, {_named([(top.pair, top.over)] if top.over else [])}, has p = {top.over_q:.2g} after it"
+    pair = _named([(top.pair, top.over)] if top.over else [])
+    return f"; the largest, {pair}, has p = {shown(top.over_q, '.2g')} after it"
 
 
 def _too_few(compared: Compared) -> str:
@@ -250,6 +252,6 @@ def _interval_cell(one: Association | None, q: float) -> str:
 
 
 def _signed(number: float) -> str:
-    """``−.42`` with a true minus sign, as correlations are written: they never reach 1; ``0`` has no sign."""
-    words = f"{number:.2f}"
-    return words.replace("-", "−").replace("0.", ".", 1) if float(words) else "0"
+    """``−.42``, as correlations are written: they never reach 1; ``0`` has no sign."""
+    words = shown(number, ".2f")
+    return "0" if words == "0.00" else words.replace("0.", ".", 1)

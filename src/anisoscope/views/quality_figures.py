@@ -10,6 +10,7 @@ import numpy as np
 from anisoscope.views.associations import LEAST_LOOKS, without_course
 from anisoscope.views.layout import axis_title, unique
 from anisoscope.views.names import MODEL_SITE
+from anisoscope.views.numbers import shown
 from anisoscope.views.panels import Axis, Figure, Line, Panel, Reference, Toggle
 from anisoscope.views.quality_pairs import (
     LAST,
@@ -104,7 +105,7 @@ def _baseline(shelves: Sequence[Shelf], name: str) -> tuple[Reference, ...]:
     ]
     if not values or max(values) - min(values) > WIDE:
         return ()
-    return (Reference(name=f"baseline {fmean(values):.2g}", y=fmean(values)),)
+    return (Reference(name=f"baseline {shown(fmean(values), '.2g')}", y=fmean(values)),)
 
 
 def _over_trainings(trainings: Sequence[Training]) -> tuple[Figure, ...]:
@@ -121,10 +122,12 @@ def _over_trainings(trainings: Sequence[Training]) -> tuple[Figure, ...]:
         lines = []
         for role, model in enumerate(models):
             mine = [i for i, one in enumerate(compared.trainings) if one.model == model]
-            words = [f"{compared.trainings[i].label}\n{pair.title}\n{a[i]:.4g}, {b[i]:.4g}" for i in mine]
+            words = [
+                f"{compared.trainings[i].label}\n{pair.title}\n{shown(a[i], '.4g')}, {shown(b[i], '.4g')}" for i in mine
+            ]
             lines.append(_points(model, a[mine], b[mine], words, role))
         alone = "" if found.carrier is None else f"; one {compared.unit} makes it"
-        note = f"r = {found.r:.2f}".replace("-", "−") + alone
+        note = f"r = {shown(found.r, '.2f')}{alone}"
         panels.append(_panel(f"quality-over-{number + 1}", pair, lines, note))
     if not panels:
         return ()
@@ -162,9 +165,11 @@ def _over_looks(trainings: Sequence[Training]) -> tuple[Figure, ...]:
             a, b = courses if kind == "levels" else (without_course(np.diff(x, axis=1)) for x in courses)
             lines = []
             for role, (training, x, y) in enumerate(zip(mine, a, b)):
-                words = [f"{training.label}\nlook {i + 1}\n{x[i]:.4g}, {y[i]:.4g}" for i in range(len(x))]
+                words = [
+                    f"{training.label}\nlook {i + 1}\n{shown(x[i], '.4g')}, {shown(y[i], '.4g')}" for i in range(len(x))
+                ]
                 lines.append(_points(training.label, x, y, words, role, joined=kind == "levels"))
-            note = f"r = {r:.2f}".replace("-", "−") + ("" if kind == "levels" else " without the common course")
+            note = f"r = {shown(r, '.2f')}{'' if kind == 'levels' else ' without the common course'}"
             panels.append(_panel(f"quality-{kind}-{number + 1}", one.pair, lines, note, kind))
     if not panels:
         return ()

@@ -16,9 +16,10 @@ from anisoscope.runs.reader import RunReader
 from anisoscope.runs.records import layer_of
 from anisoscope.views.layout import axis_title, direction
 from anisoscope.views.names import MODEL_SITE
+from anisoscope.views.numbers import digits_of, interval_words, shown
 from anisoscope.views.panels import Axis, Figure, Line, Panel, Table, Toggle
 from anisoscope.views.seeds import framed, mean_over_seeds
-from anisoscope.views.series import FIRST_SLICE, digits_of, is_stream, measure_title
+from anisoscope.views.series import FIRST_SLICE, is_stream, measure_title
 
 LOSS = "loss"
 MEASURES = ("mean_cosine", "spectral_ratio", "isoscore", "two_nn", "curvature", "turning_angle")
@@ -142,7 +143,7 @@ def _compared(run: str, plain: Mapping[str, Any], same: Sequence[Mapping[str, An
 
 def _said(regularizer: Mapping[str, Any]) -> str:
     """``istar, weight 0.1, shrinkage 0.1``; the sites where they are not all of the residual stream."""
-    weight = [] if regularizer.get("weight") is None else [f"weight {regularizer['weight']:g}"]
+    weight = [] if regularizer.get("weight") is None else [f"weight {shown(regularizer['weight'], 'g')}"]
     options = [f"{key} {value}" for key, value in dict(regularizer.get("options") or {}).items()]
     sites = list(regularizer.get("sites") or [])
     where = [] if sites == ["resid.*"] else [f"at {', '.join(map(str, sites))}"]
@@ -177,15 +178,9 @@ def _value(ended: Ended, measure: str) -> float:
 
 
 def _signed(estimate: Estimate) -> str:
-    """``+0.021 (-0.010 … +0.052)``, a minus that is one."""
-    interval = estimate.interval()
-    ends = "" if interval is None else " (" + " … ".join(_plus(end, estimate.stderr) for end in interval) + ")"
-    return _plus(estimate.value, estimate.stderr) + ends
-
-
-def _plus(value: float, stderr: float | None) -> str:
-    text = digits_of(value, stderr)
-    return ("" if text.startswith("-") else "+") + text.replace("-", "−", 1) if "e" not in text else f"{value:+.2e}"
+    """``+0.021 (−0.010 … +0.052)``."""
+    ends = interval_words(estimate, plus=True)
+    return digits_of(estimate.value, estimate.stderr, plus=True) + (f" ({ends})" if ends else "")
 
 
 def regularizer_tables(compared: Sequence[Compared]) -> list[Table]:
@@ -256,7 +251,7 @@ def _gap(other: Against, one: Compared, measure: str) -> str:
 
 
 def _times(ratio: Estimate) -> str:
-    return f"× {ratio.value:.2f}" + ("" if ratio.stderr is None else f" ± {ratio.stderr:.2f}")
+    return f"× {shown(ratio.value, '.2f')}" + ("" if ratio.stderr is None else f" ± {shown(ratio.stderr, '.2f')}")
 
 
 def _with_bar(estimate: Estimate) -> str:
@@ -274,7 +269,7 @@ def regularizer_words(compared: Sequence[Compared]) -> list[str]:
             interval = gap.interval()
             if interval is not None:
                 side = "higher" if interval[0] > 0 else "lower" if interval[1] < 0 else "not told apart from"
-                found[side].append(f"{other.name} {_plus(gap.value, gap.stderr)}")
+                found[side].append(f"{other.name} {digits_of(gap.value, gap.stderr, plus=True)}")
         parts = [f"{side}{' than' if side in ('higher', 'lower') else ''} {one.plain}: {', '.join(names)}"
                  for side, names in found.items() if names]  # fmt: skip
         lone = [other.name for other in one.others if len(other.pairs) == 1]
@@ -333,8 +328,8 @@ def _panel(one: Compared, models: Mapping[str, Mapping[int, Ended]], measure: st
     for role, (name, by_seed) in enumerate(models.items()):
         look: Any = {"role": role, "tags": {"model": name, "seeds": "all"}}
         for seed, ended in by_seed.items():
-            words = f"{name} · seed {seed} · step {ended.step:,}\nheld-out loss: {ended.loss:.4g}\n"
-            words += f"{measure_title(measure)}: {ended.geometry[measure]:.4g}"
+            words = f"{name} · seed {seed} · step {ended.step:,}\nheld-out loss: {shown(ended.loss, '.4g')}\n"
+            words += f"{measure_title(measure)}: {shown(ended.geometry[measure], '.4g')}"
             lines.append(_points(name, [ended.geometry[measure]], [ended.loss], [words], **look))
         if len(by_seed) > 1:
             x = over_seeds({seed: ended.geometry[measure] for seed, ended in by_seed.items()})

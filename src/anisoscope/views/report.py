@@ -19,6 +19,7 @@ from anisoscope.views.causal import SECTION as FREQUENCY_SECTION
 from anisoscope.views.causal_words import causal_tables, causal_words
 from anisoscope.views.corrected import Tests, correct
 from anisoscope.views.figures import build_figures
+from anisoscope.views.numbers import shown
 from anisoscope.views.panels import Figure, Table
 from anisoscope.views.quality import quality_tables, quality_words
 from anisoscope.views.regularizers import Compared, read_compared, regularizer_figures, regularizer_parts
@@ -274,7 +275,7 @@ def _shape_rows(profiles: Sequence[Profile], several: bool) -> list[dict[str, st
                 low, high = shape.prominence_interval
                 sites = [profile.records[at].site for at in (shape.peak, *shape.peak_interval)]
                 row["peak"] = sites[0] + (f" ({sites[1]} … {sites[2]})" if sites[1] != sites[2] else " (only)")
-                row["prominence"] = f"{shape.prominence:.3g} ({low:.3g} … {high:.3g})"
+                row["prominence"] = f"{shown(shape.prominence, '.3g')} ({shown(low, '.3g')} … {shown(high, '.3g')})"
         rows.append(row)
     return rows
 

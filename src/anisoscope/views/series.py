@@ -1,17 +1,15 @@
-"""Series: the records of one model (a run, or a cell of a sweep) in reading order, and how numbers are written."""
+"""Series: the records of one model (a run, or a cell of a sweep) in reading order."""
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from anisoscope.estimate import Estimate
 from anisoscope.runs.reader import RunReader
 from anisoscope.runs.records import Curve, Failure, Record, layer_of, site_order
 from anisoscope.views.names import MODEL_SITE, is_analysis, tangent
@@ -267,35 +265,3 @@ def population(over: str) -> str:
     """What an error bar is over, in a word or two: ``sequences`` of ``24 sequences and 24 sequences of two halves``."""
     plain = re.sub(r"^[\d,]+ |^normal ", "", re.sub(r"^[\d,]+ ", "", over))
     return re.split(r",| and | of | \(", plain)[0]
-
-
-def digits_of(value: float, stderr: float | None) -> str:
-    """A value with two significant digits of its error, or four of its own; large and tiny ones with an exponent."""
-    if not stderr:
-        return f"{value:.4g}"
-    if abs(value) >= 1e6 or max(abs(value), stderr) < 1e-4:
-        return f"{value:.3e}"
-    return f"{value:.{max(0, 1 - math.floor(math.log10(stderr)))}f}"
-
-
-def error_words(estimate: Estimate) -> str:
-    """``± 0.013``, with the decimals of the value where it has plain ones; empty without an error bar."""
-    if estimate.stderr is None:
-        return ""
-    plain = digits_of(estimate.value, estimate.stderr)
-    same = estimate.stderr and "e" not in plain
-    return f"± {digits_of(estimate.stderr, estimate.stderr) if same else f'{estimate.stderr:.2g}'}"
-
-
-def with_error(estimate: Estimate, unit: str = "") -> str:
-    """``0.412 ± 0.013``, or ``0.4123 (no error bar)``."""
-    value = digits_of(estimate.value, estimate.stderr)
-    return f"{value}{unit} (no error bar)" if estimate.stderr is None else f"{value} {error_words(estimate)}{unit}"
-
-
-def interval_words(estimate: Estimate) -> str | None:
-    """``0.386 … 0.438``, or None where there is no error bar."""
-    interval = estimate.interval()
-    if interval is None:
-        return None
-    return " … ".join(digits_of(end, estimate.stderr) for end in interval)

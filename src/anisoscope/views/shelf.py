@@ -10,6 +10,7 @@ from typing import Any
 from anisoscope.runs.records import Record, layer_of, site_order
 from anisoscope.views.layout import family, few, record_line, unique
 from anisoscope.views.names import chance_of, proxies_in
+from anisoscope.views.numbers import shown
 from anisoscope.views.panels import Figure, Line, Panel, Reference, Toggle
 from anisoscope.views.seeds import seed_lines, seed_toggles
 from anisoscope.views.series import FIRST_SLICE, STREAM, Series
@@ -170,4 +171,4 @@ def chance_line(records: Iterable[Record]) -> tuple[Reference, ...]:
     """The share of a random basis as a reference line, where all records have the same."""
     known = {chance_of(record.estimate) for record in records}
     (chance,) = known if len(known) == 1 else (None,)
-    return (Reference(name=f"chance K/D = {chance:.3g}", y=chance),) if chance is not None else ()
+    return (Reference(name=f"chance K/D = {shown(chance, '.3g')}", y=chance),) if chance is not None else ()

@@ -10,8 +10,9 @@ from anisoscope.estimate import Estimate
 from anisoscope.runs.records import layer_of
 from anisoscope.views.corrected import Tests, significant
 from anisoscope.views.names import GRADIENTS, MODEL_SITE, PROXIES
+from anisoscope.views.numbers import shown, with_error
 from anisoscope.views.seeds import cells_of, mean_over_seeds
-from anisoscope.views.series import is_stream, measure_title, with_error
+from anisoscope.views.series import is_stream, measure_title
 from anisoscope.views.shape import Shape, profile_shape
 from anisoscope.views.shelf import Shelf
 from anisoscope.views.summary import DIMENSIONS, p_words
@@ -163,11 +164,11 @@ def _change_words(found: Change) -> str:
     interval = found.change.interval()
     bar = "no error bar"
     if interval:
-        bar = f"95 % {interval[0]:+.2g} to {interval[1]:+.2g} over {found.change.over}"
+        bar = f"95 % {shown(interval[0], '+.2g')} to {shown(interval[1], '+.2g')} over {found.change.over}"
     low = "" if max(found.late, found.early) > 1 else " Both are below 1: less than along random directions."
     return (
-        f"{verb}: {found.early:.3g} early ({early}), {found.late:.3g} late ({late}), a change of "
-        f"{found.change.value:+.2g} ({bar}).{low}"
+        f"{verb}: {shown(found.early, '.3g')} early ({early}), {shown(found.late, '.3g')} late ({late}), a change of "
+        f"{shown(found.change.value, '+.2g')} ({bar}).{low}"
     )
 
 

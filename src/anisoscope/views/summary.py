@@ -9,16 +9,8 @@ from dataclasses import dataclass
 from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Record, layer_of
 from anisoscope.views.layout import stream_sites, unique, unit
-from anisoscope.views.series import (
-    Series,
-    digits_of,
-    is_watched,
-    measure_order,
-    measure_title,
-    slice_order,
-    stream_profile,
-    with_error,
-)
+from anisoscope.views.numbers import digits_of, shown, with_error
+from anisoscope.views.series import Series, is_watched, measure_order, measure_title, slice_order, stream_profile
 from anisoscope.views.shape import LEVEL, Shape, profile_shape
 
 LEADING = ("spectral_ratio", "mean_cosine", "isoscore")
@@ -150,7 +142,7 @@ def _pick(profiles: Sequence[Profile], names: Sequence[str]) -> list[Profile]:
 
 def _at(record: Record, layers: int) -> str:
     """``resid.5 (0.61 ± 0.02)`` with the share of depth."""
-    depth = f", {(layer_of(record.site) or 0) / (layers - 1):.0%} of depth" if layers > 1 else ""
+    depth = f", {shown((layer_of(record.site) or 0) / (layers - 1), '.0%')} of depth" if layers > 1 else ""
     return f"{record.site} ({with_error(record.estimate, unit(record.measure))}{depth})"
 
 
@@ -232,7 +224,7 @@ def peak_words(profile: Profile) -> str:
 
 def p_words(p: float, draws: int) -> str:
     """A p-value; the smallest that so many draws can give is written as a bound."""
-    return f"p ≤ {p:.1g}" if p <= 1.5 / (draws + 1) else f"p = {p:.2g}"
+    return f"p ≤ {shown(p, '.1g')}" if p <= 1.5 / (draws + 1) else f"p = {shown(p, '.2g')}"
 
 
 def _turning(profiles: Sequence[Profile]) -> list[str]:
@@ -240,7 +232,9 @@ def _turning(profiles: Sequence[Profile]) -> list[str]:
     if not chosen:
         return []
     low, high = chosen[0].lowest.estimate.value, chosen[0].highest.estimate.value
-    reads = f"is {low:.1f}°" if low == high else f"lies between {low:.1f}° and {high:.1f}°"
+    reads = (
+        f"is {shown(low, '.1f')}°" if low == high else f"lies between {shown(low, '.1f')}° and {shown(high, '.1f')}°"
+    )
     return [f"Turning angle {reads}; independent points read 120° and a random walk 90°."]
 
 

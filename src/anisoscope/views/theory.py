@@ -10,8 +10,9 @@ from typing import Any
 from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Curve
 from anisoscope.views.layout import Style, spans, unique
+from anisoscope.views.numbers import digits_of, shown, worded
 from anisoscope.views.panels import Axis, Figure, Line, Panel, Table
-from anisoscope.views.series import FIRST_SLICE, Series, digits_of, is_theory
+from anisoscope.views.series import FIRST_SLICE, Series, is_theory
 
 LAW = " (law)"  # how the name of the curve ends that a law is stored under
 FINE = 64  # places at which a law is drawn: so many that no marker is
@@ -33,7 +34,10 @@ def theory_words(series: Sequence[Series]) -> dict[str, list[str]]:
     found = {}
     for one in filter(is_theory, series):
         info = one.facts["theory"]
-        found[section_of(one)] = [f"{info.get('question', '')} {verdict(one)}", *map(str, info.get("notes", ()))]
+        found[section_of(one)] = [
+            f"{info.get('question', '')} {verdict(one)}",
+            *(worded(str(note)) for note in info.get("notes", ())),
+        ]
     return found
 
 
@@ -101,7 +105,7 @@ def verdict(one: Series) -> str:
     far, which = max(distances, key=lambda pair: pair[0])
     return (
         f"{_all(len(judged))} the truth. The farthest from it is {which['measure']} "
-        f"({which['site']}), by {far:.1f} standard errors."
+        f"({which['site']}), by {shown(far, '.1f')} standard errors."
     )
 
 
@@ -119,16 +123,16 @@ def checks_of(one: Series) -> list[tuple[Mapping[str, Any], Estimate]]:
 
 def _row(truth: Mapping[str, Any], e: Estimate) -> tuple[str, ...]:
     known = truth["truth"]
-    value = digits_of(e.value, e.stderr) + ("" if e.stderr is None else f" ± {e.stderr:.2g}")
+    value = digits_of(e.value, e.stderr) + ("" if e.stderr is None else f" ± {shown(e.stderr, '.2g')}")
     site = str(truth["site"]) if truth["slice"] == FIRST_SLICE else f"{truth['site']}, {truth['slice']}"
     where = (site, str(truth["measure"]))
     if known is None:
         return (*where, "", value, "", "shown")
     if e.stderr:
-        distance = f"{round((e.value - known) / e.stderr, 1) + 0.0:+.1f} se"  # + 0.0: no minus before a zero
+        distance = f"{shown((e.value - known) / e.stderr, '+.1f')} se"
     else:
-        distance = f"{(e.value - known) / known:+.1e}" if known else f"{e.value - known:+.1e}"
-    return (*where, f"{known:.5g}", value, distance, "agrees" if truth["agrees"] else "off")
+        distance = shown((e.value - known) / known, "+.1e") if known else shown(e.value - known, "+.1e")
+    return (*where, shown(known, ".5g"), value, distance, "agrees" if truth["agrees"] else "off")
 
 
 def _figure(one: Series) -> Figure:
@@ -188,7 +192,7 @@ def _panel(
     heights = [y for c in (*curves, *mine.values()) for y in c.y]
     log_y = all(y > 0 for y in heights) and spans(heights)
     lines = [_points(curve, log_y) for curve in curves]
-    shared = len(mine) > 1 and len({tuple(f"{v:.6g}" for v in (*law.x, *law.y)) for law in mine.values()}) == 1
+    shared = len(mine) > 1 and len({tuple(shown(v, ".6g") for v in (*law.x, *law.y)) for law in mine.values()}) == 1
     for site, law in list(mine.items())[: 1 if shared else None]:
         lines.append(_law(law, site, log_x, log_y, shared))
     return Panel(
@@ -210,15 +214,15 @@ def _axis(title: str, values: Sequence[float], log: bool) -> Axis:
         return Axis(title=title, log=True)
     ticks = [digit * 10.0**power for power in decades for digit in (1, 2, 5)]
     ticks = [tick for tick in ticks if low * 0.9 <= tick <= high * 1.1]
-    return Axis(title=title, log=True, ticks=tuple(ticks), labels=tuple(f"{tick:.3g}" for tick in ticks))
+    return Axis(title=title, log=True, ticks=tuple(ticks), labels=tuple(shown(tick, ".3g") for tick in ticks))
 
 
 def _points(curve: Curve, log_y: bool) -> Line:
     bars = [None if curve.stderr is None else BAR * error for error in curve.stderr or curve.x]
     lower = [None if bar is None else y - bar for y, bar in zip(curve.y, bars)]
     words = [
-        f"{curve.site}\n{curve.x_label or 'x'}: {x:.4g}\n{curve.y_label or 'y'}: {y:.4g}"
-        + ("" if curve.stderr is None else f" ± {curve.stderr[i]:.2g}")
+        f"{curve.site}\n{curve.x_label or 'x'}: {shown(x, '.4g')}\n{curve.y_label or 'y'}: {shown(y, '.4g')}"
+        + ("" if curve.stderr is None else f" ± {shown(curve.stderr[i], '.2g')}")
         for i, (x, y) in enumerate(zip(curve.x, curve.y))
     ]
     return Line(
@@ -235,7 +239,7 @@ def _points(curve: Curve, log_y: bool) -> Line:
 
 def _law(law: Curve, site: str, log_x: bool, log_y: bool, shared: bool) -> Line:
     x, y = finer(law.x, law.y, log_x, log_y)
-    words = [f"law{'' if shared else ' for ' + site}\n{a:.4g}: {b:.4g}" for a, b in zip(x, y)]
+    words = [f"law{'' if shared else ' for ' + site}\n{shown(a, '.4g')}: {shown(b, '.4g')}" for a, b in zip(x, y)]
     nothing = (None,) * len(x)
     return Line(
         name="law" if shared else f"law, {site}",

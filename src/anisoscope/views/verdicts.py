@@ -10,9 +10,9 @@ from anisoscope.runs.records import Record, layer_of
 from anisoscope.views.corrected import LEVEL, Test, Tests, significant
 from anisoscope.views.layout import family, few, unique
 from anisoscope.views.names import CORRELATIONS, GRADIENTS, PROXIES
+from anisoscope.views.numbers import digits_of, interval_words, shown, with_error, worded
 from anisoscope.views.panels import Table
 from anisoscope.views.seeds import cells_of
-from anisoscope.views.series import digits_of, interval_words, with_error
 from anisoscope.views.shelf import Shelf, families
 
 TABLE_LAYERS = 5  # layers of each kind in a small table
@@ -58,11 +58,11 @@ def tests_words(tests: Sequence[Test], gradient: str) -> str:
     noun = "test" if len(tests) == 1 else "tests"
     words = (
         f"{significant(tests)} of {len(tests):,} {noun} of the {gradient} (sites × steps × proxies) are significant at "
-        f"{LEVEL:.0%} after the Benjamini-Hochberg correction".replace("5%", "5 %")
+        f"{shown(LEVEL, '.0%')} after the Benjamini-Hochberg correction".replace("5%", "5 %")
     )
     words += f": {counts}." if len(proxies) > 1 else "."
     if draws:
-        least = ", ".join(f"1/({b}+1) = {1 / (b + 1):.2g}" for b in sorted(draws))
+        least = ", ".join(f"1/({b}+1) = {shown(1 / (b + 1), '.2g')}" for b in sorted(draws))
         words += f" The smallest possible p is {least}."
     return words
 
@@ -226,7 +226,7 @@ def referee_table(found: Sequence[Verdict]) -> list[Table]:
             "survives" if one.survives else "does not survive",
             one.model,
             PROXIES[one.proxy],
-            tuple(one.record.estimate.notes) or ("no reason was recorded",),
+            tuple(map(worded, one.record.estimate.notes)) or ("no reason was recorded",),
         )
         for one in found
     )
@@ -243,8 +243,8 @@ def correlation_words(estimate: Estimate | None) -> str:
     if estimate is None:
         return "–"
     low, high = (estimate.parts.get(name) for name in ("low", "high"))
-    ends = f"{low.value:.2f} … {high.value:.2f}" if low and high else interval_words(estimate)
-    value = f"{estimate.value:.2f}" if low and high else digits_of(estimate.value, estimate.stderr)
+    ends = f"{shown(low.value, '.2f')} … {shown(high.value, '.2f')}" if low and high else interval_words(estimate)
+    value = shown(estimate.value, ".2f") if low and high else digits_of(estimate.value, estimate.stderr)
     return f"{value} ({ends})" if ends else f"{value} (no error bar)"
 
 
@@ -291,7 +291,7 @@ def fact_words(estimate: Estimate | None) -> str:
     if estimate is None:
         return "–"
     if estimate.stderr is None:
-        return f"{100 * estimate.value:.1f} %"
+        return f"{shown(100 * estimate.value, '.1f')} %"
     scaled = Estimate(
         value=100 * estimate.value, stderr=100 * estimate.stderr, n=estimate.n, method="percent", over=estimate.over
     )

@@ -203,7 +203,8 @@
   const number = (value) => {
     if (value === null) return "";
     const size = Math.abs(value);
-    return size !== 0 && (size < 1e-4 || size >= 1e7) ? value.toExponential(4) : String(Number(value.toPrecision(6)));
+    const words = size !== 0 && (size < 1e-4 || size >= 1e7) ? value.toExponential(4) : String(Number(value.toPrecision(6)));
+    return words.replace(/-/g, "\u2212"); // a true minus, as in every other number of the page
   };
 
   function wireTable() {
@@ -218,7 +219,7 @@
       { name: "site", text: words("site"), key: (row) => table.site.at[row] },
       { name: "slice", text: words("slice"), key: words("slice") },
       { name: "value", text: (row) => number(table.value[row]), key: (row) => table.value[row], number: true },
-      { name: "± stderr", text: (row) => (table.stderr[row] === null ? "none" : Number(table.stderr[row].toPrecision(2)).toString()), key: (row) => table.stderr[row], number: true },
+      { name: "± stderr", text: (row) => (table.stderr[row] === null ? "none" : number(Number(table.stderr[row].toPrecision(2)))), key: (row) => table.stderr[row], number: true },
       { name: "95 % interval", text: interval, key: (row) => table.half[row], number: true },
       { name: "n", text: (row) => (table.n[row] === null ? "" : table.n[row].toLocaleString("en")), key: (row) => table.n[row], number: true },
       { name: "over", text: words("over"), key: words("over") },
