@@ -15,8 +15,8 @@ from anisoscope.tangent.sweeps import has_kernels
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
-def run(case):
-    script = Path(__file__).parent / "kernel_cases.py"
+def run(case, script="kernel_cases.py"):
+    script = Path(__file__).parent / script
     command = [sys.executable, str(script), case]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -58,6 +58,27 @@ def test_fits_by_the_kernels_are_those_of_plain_products():
     found = run("descents")
     assert found["gap"] < 1e-5, found
     assert found["iterations"][0] == found["iterations"][1] and found["ordinary"], found
+
+
+def test_copies_are_those_of_whole_rows():
+    found = run("copies", "row_kernel_cases.py")
+    assert found == {"same": True, "number": [20, 0], "clash": [False, False], "forced": [True, True]}
+
+
+def test_rows_in_half_precision():
+    found = run("halves", "row_kernel_cases.py")
+    assert found["half"] and found["rest"] == 0 and found["squares"] < 1e-14 and found["lost"] < 1e-12, found
+
+
+def test_nearest_rows_within_runs():
+    found = run("within", "row_kernel_cases.py")
+    assert found["worst"] < 1e-14 and all(map(all, found["sure"])), found
+    assert found["tied"] == [[False]], "five neighbours as near as each other are no certain four"
+
+
+def test_half_steps_that_visit_each_row_once():
+    found = run("visits", "row_kernel_cases.py")
+    assert found["worst"] < 1e-5 and found["warm"] < 1e-4 and found["kept"] and found["idle"] == 0, found
 
 
 def test_the_rule_can_be_read():

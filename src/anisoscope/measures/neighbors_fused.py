@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.measures.found import Found
+from anisoscope.measures.row_kernels import in_half
 
 LEAST_ROWS = 2048  # below this one plain product of all pairs is as good
 GROUP = 128  # the kernels' tile
@@ -90,25 +91,14 @@ class _Ready:
         order = torch.randperm(n, generator=torch.Generator(device).manual_seed(seed), device=device)
         step = max(1, READ_CELLS // (sites * width))
         mean = torch.stack([part.sum(dim=1, dtype=torch.float64) for part in rows.split(step, dim=1)]).sum(dim=0) / n
-        mean = mean[:, None]
         least, most = (one.double() for one in torch.aminmax(rows.flatten(1), dim=1))
         # At least as large as any entry once the mean is off.
-        largest = torch.maximum(most, -least) + mean.abs().amax(dim=(1, 2))
+        largest = torch.maximum(most, -least) + mean.abs().amax(dim=1)
         largest = torch.minimum(largest, most - least) * scale
         factor = torch.ldexp(torch.ones_like(largest), TOP - torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
         factor = factor[:, None]
-        half = torch.zeros(sites, padded, depth, dtype=torch.float16, device=device)
-        squares = torch.zeros(sites, padded, dtype=torch.float64, device=device)
-        worst = torch.zeros(sites, 1, dtype=torch.float64, device=device)
-        for start in range(0, n, step):
-            at = order[start : start + step]
-            wide = rows[:, at].double().sub_(mean).mul_(scale * factor[:, :, None])
-            near = wide.half()
-            half[:, start : start + len(at), :width] = near
-            square = wide.square().sum(dim=2)
-            lost = torch.linalg.vector_norm(wide.sub_(near), dim=2)
-            worst = torch.maximum(worst, (lost / square.sqrt().clamp_min(1e-300)).amax(dim=1, keepdim=True))
-            squares[:, start : start + len(at)] = square
+        half, squares, worst = in_half(rows, order, mean, factor[:, 0] * scale, padded, depth)
+        worst = worst[:, None]
         # Rounding of the sum of a product of half-precision rows: tensor cores cut off where others round (factor two),
         # with a margin of four; and of the few float32 operations after it.
         gone = 4 * (depth + 16) * 2.0**-23

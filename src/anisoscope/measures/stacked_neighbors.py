@@ -13,9 +13,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
+from anisoscope.measures import row_kernels
 from anisoscope.measures.dimension import FACCO_KEPT
+from anisoscope.measures.found import Found
 from anisoscope.measures.later import beside, fetched, side_stream
-from anisoscope.measures.neighbors_fused import can_fuse, search_fused
+from anisoscope.measures.neighbors_fused import can_fuse, has_triton, search_fused
 from anisoscope.measures.neighbors_gpu import mended, search, settle
 from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES, Bar, fields
 
@@ -39,7 +41,7 @@ def begin_two_nn(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | N
             for at, one in enumerate(searched):
                 for place, site in enumerate(one.sites):
                     here = {name: numbers[f"{at} {name}"][place] for name in one.table}
-                    found[site] = _estimate(one.points[place], rows.shape[1], here)
+                    found[site] = _estimate(one.points[place], one.found[place], rows.shape[1], here)
             return found
 
     return finish
@@ -51,6 +53,7 @@ class _Searched:
 
     sites: Sequence[int]
     points: Float[Tensor, "s n d"]
+    found: Sequence[Found]
     table: dict[str, Tensor]
 
 
@@ -71,33 +74,36 @@ def _searched(
             continue
         # A few sites at a time: what is not certain is searched in float64, and so are the subsamples.
         parts = [_tabled(some) for some in points.split(max(1, WIDE_CELLS // points[0].numel()))]
-        table = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        yield _Searched(sites, points, table)
+        table = {name: torch.cat([part[name] for _, part in parts]) for name in parts[0][1]}
+        yield _Searched(sites, points, [one for found, _ in parts for one in found], table)
 
 
-def _tabled(points: Float[Tensor, "s n d"]) -> dict[str, Tensor]:
-    """Sums of the slopes, how many rows are not certain, and sums of the subsamples' slopes."""
+def _tabled(points: Float[Tensor, "s n d"]) -> tuple[list[Found], dict[str, Tensor]]:
+    """What was found of each site; sums of the slopes, how many rows are not certain, sums of the subsamples' slopes."""
     if can_fuse(points[0], 2):
         found = mended(points, 2, search_fused(points, 2, 1.0))
     else:
         found = [search(one, 2, 1.0) for one in points]
-    return {
+    return found, {
         **_fitted(torch.stack([one.distances for one in found])),
         "unsettled": torch.stack([(~one.settled).sum() for one in found]),
         "bars": _subsamples(points),
     }
 
 
-def _estimate(points: Float[Tensor, "m d"], n: int, here: dict[str, np.ndarray]) -> Estimate | None:
+def _estimate(points: Float[Tensor, "m d"], found: Found, n: int, here: dict[str, np.ndarray]) -> Estimate | None:
     if int(here["unsettled"]) and np.isfinite(here["sums"]).all():
-        # Few rows, as a rule: they are searched again in float64.
-        certain = settle(points, 2, 1.0, search(points, 2, 1.0))
+        certain = settle(points, 2, 1.0, found)  # few rows, as a rule
         here |= {name: value[0] for name, value in fetched(_fitted(certain.distances[None])).items()}
+    if np.isnan(here["bars"]).any():
+        here["bars"] = fetched({"bars": _plain_subsamples(points[None])})["bars"][0]
     return _told(here, len(points), n - len(points))
 
 
 def _copies(rows: Float[Tensor, "s n d"]) -> tuple[Bool[Tensor, "s n"], Bool[Tensor, "s"]]:
     """Which rows are copies of earlier ones, and whether two different rows have one code, as ``distinct_rows``."""
+    if _by_kernels(rows):
+        return row_kernels.copies(rows.contiguous(), _weights(rows.shape[2], str(rows.device)))
     bits = (rows + 0.0).view(torch.int64 if rows.dtype == torch.float64 else torch.int32).long()
     code = bits.mul_(_weights(rows.shape[2], str(rows.device))).sum(dim=2)
     code, order = code.sort(dim=1, stable=True)
@@ -107,6 +113,11 @@ def _copies(rows: Float[Tensor, "s n d"]) -> tuple[Bool[Tensor, "s n"], Bool[Ten
     copy = torch.zeros(rows.shape[:2], dtype=torch.bool, device=rows.device)
     copy.scatter_(1, order[:, 1:], suspect & equal)
     return copy, (suspect & ~equal).any(dim=1)
+
+
+def _by_kernels(rows: Float[Tensor, "s n d"]) -> bool:
+    """Whether the kernels that visit rows once serve."""
+    return rows.device.type == "cuda" and rows.dtype == torch.float32 and has_triton()
 
 
 @functools.lru_cache(maxsize=8)
@@ -131,7 +142,15 @@ def _slope_sums(ratios: Float[Tensor, "b m"]) -> Float[Tensor, "b two"]:
 
 
 def _subsamples(points: Float[Tensor, "s n d"]) -> Float[Tensor, "s b three"]:
-    """The same sums of disjoint runs of rows, and the least distance met in each."""
+    """The same sums of disjoint runs of rows, and the least distance met in each; NaN where a run is not certain."""
+    if not _by_kernels(points):
+        return _plain_subsamples(points)
+    blocks, stride, length = _cut(points.shape[1])
+    distances, sure = row_kernels.nearest_within(points.contiguous(), blocks, stride, length)
+    return _of_runs(distances.flatten(0, 1), len(points)).masked_fill_(~sure[:, :, None], torch.nan)
+
+
+def _plain_subsamples(points: Float[Tensor, "s n d"]) -> Float[Tensor, "s b three"]:
     x = _runs(points).flatten(0, 1).double()
     x = x - x.mean(dim=1, keepdim=True)
     size = torch.linalg.vector_norm(x, dim=2).square_()
@@ -141,18 +160,25 @@ def _subsamples(points: Float[Tensor, "s n d"]) -> Float[Tensor, "s b three"]:
     # By differences, all of them: whether any pair is close is a question that would have to wait for the device.
     there = x.gather(1, near.flatten(1)[:, :, None].expand(-1, -1, x.shape[2])).unflatten(1, near.shape[1:])
     distances = torch.linalg.vector_norm(x[:, :, None] - there, dim=3).sort(dim=2).values
+    return _of_runs(distances, len(points))
+
+
+def _of_runs(distances: Float[Tensor, "r l two"], sites: int) -> Float[Tensor, "s b three"]:
     ratios = (distances[:, :, 1] / distances[:, :, 0]).log().sort(dim=1).values
     found = torch.cat([_slope_sums(ratios), distances[:, :, 0].amin(dim=1, keepdim=True)], dim=1)
-    return found.unflatten(0, (len(points), -1))
+    return found.unflatten(0, (sites, -1))
 
 
 def _runs(points: Float[Tensor, "s n d"]) -> Float[Tensor, "s b l d"]:
-    """As ``subsample_bars`` cuts them."""
-    n = points.shape[1]
+    blocks, stride, length = _cut(points.shape[1])
+    return points[:, : blocks * stride].unflatten(1, (blocks, stride))[:, :, :length]
+
+
+def _cut(n: int) -> tuple[int, int, int]:
+    """As ``subsample_bars`` cuts rows: so many runs, one from every so many rows on, of so many rows."""
     blocks = min(SUBSAMPLES, n // MIN_ROWS)
     stride = n // blocks
-    length = min(max(SUBSAMPLE_ROWS, MIN_ROWS), stride)
-    return points[:, : blocks * stride].unflatten(1, (blocks, stride))[:, :, :length]
+    return blocks, stride, min(max(SUBSAMPLE_ROWS, MIN_ROWS), stride)
 
 
 def _told(here: dict[str, np.ndarray], n: int, copies: int) -> Estimate | None:
@@ -164,7 +190,7 @@ def _told(here: dict[str, np.ndarray], n: int, copies: int) -> Estimate | None:
         return None
     value = float(here["sums"][0] / here["sums"][1])
     logs = np.log(bars[:, 0] / bars[:, 1])
-    length = _runs(torch.empty(1, n, 0)).shape[2]
+    length = _cut(n)[2]
     spread = float(logs.std(ddof=1)) * math.sqrt(length / n)
     bar = Bar(value * spread, len(bars) - 1, f"rows, from {len(bars)} disjoint subsamples")
     notes = (f"{copies:,} of {n + copies:,} rows were exact copies of earlier ones and were dropped",) if copies else ()

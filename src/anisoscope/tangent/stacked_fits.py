@@ -14,7 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
-from anisoscope.tangent.sweeps import account, has_kernels, inverses, swept_all
+from anisoscope.tangent.sweeps import account, inverses, swept_all
+from anisoscope.tangent.visits import HalfSteps, can_visit, warm_codes
 
 MAX_ITER, TOLERANCE, SWEEPS = 200, 1e-4, 4  # as ``fit_seminmf`` has them
 CHECK_EVERY = 8  # iterations between two questions to the device whether all fits have settled
@@ -145,12 +146,12 @@ def _descend(
     a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Concepts, codes, iterations, whether it settled, and whether nothing unusual was met, for each fit."""
-    codes = _warm_codes(a, concepts)
     active = torch.ones(len(a), dtype=torch.bool, device=a.device)
     sound, before, iterations = active.clone(), torch.ones_like(size), torch.zeros_like(size)
-    if has_kernels(a.device, concepts.shape[1]):
-        concepts, codes = _descend_by_kernels(a, concepts, codes, size, (active, sound, before, iterations))
+    if can_visit(a, concepts.shape[1]):
+        concepts, codes = _descend_by_visits(a, concepts, size, (active, sound, before, iterations))
         return concepts, codes, iterations, ~active, sound
+    codes = _warm_codes(a, concepts)
     gram = concepts @ concepts.transpose(1, 2)
     for iteration in range(1, MAX_ITER + 1):
         cross = concepts.to(a.dtype) @ a.transpose(1, 2)
@@ -172,23 +173,20 @@ def _descend(
     return concepts, codes, iterations, ~active, sound
 
 
-def _descend_by_kernels(
-    a: Float[Tensor, "f n d"],
-    concepts: Float[Tensor, "f k d"],
-    codes: Float[Tensor, "f k n"],
-    size: Float[Tensor, "f"],
-    books: tuple[Tensor, Tensor, Tensor, Tensor],
+def _descend_by_visits(
+    a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"], books: tuple[Tensor, ...]
 ) -> tuple[Float[Tensor, "f k d"], Float[Tensor, "f k n"]]:
-    """The same with a dozen launches for each iteration; what is not active has an inverse of zero and does not move.
+    """The same with a few launches for each iteration; what is not active has an inverse of zero and does not move.
 
     ``books`` are what is active and sound, errors and iterations; they are brought up to date in place.
     """
     active, sound, before, iterations = books
     limit = 1 / (concepts.shape[1] * torch.finfo(a.dtype).eps)
+    codes = warm_codes(a, concepts, WARM_SWEEPS, STREAM_SETTLED)
+    steps = HalfSteps.of(a, concepts.shape[1])
     gram = concepts @ concepts.mT
     for iteration in range(1, MAX_ITER + 1):
-        codes = swept_all(codes, concepts.to(a.dtype) @ a.mT, gram, SWEEPS, active)
-        second, pull = second_moments(codes), (codes @ a).double()
+        second, pull = steps.take(codes, concepts, gram, active, SWEEPS)
         inverse, good = inverses(second, active, limit)
         concepts = torch.baddbmm(concepts, inverse, torch.baddbmm(pull, second, concepts, alpha=-1))
         gram = concepts @ concepts.mT

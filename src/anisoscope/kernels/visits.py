@@ -1,0 +1,120 @@
+"""Kernels of semi-NMF that visit each row once in a half step: products, rounds over its codes, and what they add.
+
+In separate products the rows are read twice and their codes six times for each half step. Products of float32 are sums
+of three TF32 products, which lose as little. K concepts stand in P places, at least the 16 that a product takes.
+
+This module needs Triton; ``tangent.sweeps`` imports it where Triton is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROWS = 128
+"""Rows of the data that one program visits."""
+DEPTH = 32
+"""Entries of a row that one program takes at a time."""
+
+
+@triton.jit
+def _against(concepts, base, columns, n, D, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, W: tl.constexpr):
+    """``C A^T`` for the rows of a program."""
+    p = tl.arange(0, P)
+    total = tl.zeros((P, B), dtype=tl.float32)
+    for start in range(0, D, W):
+        k = start + tl.arange(0, W)
+        c = tl.load(concepts + p[:, None] * D + k[None, :], mask=(p < K)[:, None] & (k < D)[None, :], other=0.0)
+        rows = tl.load(base + columns[:, None] * D + k[None, :], mask=(columns < n)[:, None] & (k < D)[None, :], other=0.0)  # fmt: skip # noqa: E501
+        total = tl.dot(c, tl.trans(rows), total, input_precision="tf32x3")
+    return total
+
+
+@triton.jit
+def _round(z, aim, gram, K: tl.constexpr, P: tl.constexpr):
+    """The codes of one concept after another set to their optimum; those of a concept of length zero become zero."""
+    p = tl.arange(0, P)
+    for k in range(K):
+        own = tl.load(gram + k * K + k)
+        row = tl.load(gram + k * K + p, mask=p < K, other=0.0) * tl.where(own > 0, 1.0 / own, 0.0)
+        row = tl.where(p == k, 0.0, row).to(tl.float32)
+        here = (p == k)[:, None]
+        value = tl.sum(tl.where(here, aim, 0.0) - row[:, None] * z, axis=0)
+        z = tl.where(here, tl.maximum(value, 0.0)[None, :], z)
+    return z
+
+
+@triton.jit
+def _inverse_sizes(gram, K: tl.constexpr, P: tl.constexpr):
+    p = tl.arange(0, P)
+    own = tl.load(gram + p * (K + 1), mask=p < K, other=0.0)
+    return tl.where(own > 0, 1.0 / own, 0.0).to(tl.float32)
+
+
+@triton.jit
+def warm_codes(
+    a, concepts, gram, free, codes, n, D, sweeps, settled,
+    K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Codes of rows under given concepts: rounds from the unconstrained solution cut off at zero, or from zero for
+    rows where that is better, until one moves the codes of these rows by at most ``settled`` of their length."""
+    fit = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    p = tl.arange(0, P)
+    gram += fit * K * K
+    cross = _against(concepts + fit * K * D, a + fit * n * D, columns, n, D, K, P, B, W)
+    small = (p < K)[:, None] & (p < K)[None, :]
+    square = fit * K * K + p[:, None] * K + p[None, :]
+    z = tl.dot(tl.load(free + square, mask=small, other=0.0).to(tl.float32), cross, input_precision="tf32x3")
+    z = tl.maximum(z, 0.0)
+    held = tl.load(gram + p[:, None] * K + p[None, :], mask=small, other=0.0).to(tl.float32)
+    gain = tl.sum(2 * z * cross - z * tl.dot(held, z, input_precision="tf32x3"), axis=0)
+    z = tl.where((gain > 0)[None, :], z, 0.0)
+    aim = cross * _inverse_sizes(gram, K, P)[:, None]
+    moved = 1.0
+    size = 0.0
+    done = 0
+    while (done < sweeps) & (moved > settled * settled * size):
+        new = _round(z, aim, gram, K, P)
+        moved = tl.sum(tl.sum((new - z) * (new - z), axis=1), axis=0)
+        size = tl.sum(tl.sum(new * new, axis=1), axis=0)
+        z = new
+        done += 1
+    inside = (p < K)[:, None] & (columns < n)[None, :]
+    tl.store(codes + fit * K * n + p[:, None] * n + columns[None, :], z, mask=inside)
+
+
+@triton.jit
+def half_step(
+    a, concepts, gram, codes, pull, second, active, n, D, tiles,
+    K: tl.constexpr, P: tl.constexpr, S: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """``S`` rounds over the codes of some rows, in place, and what these rows add to ``Z^T A`` and ``Z^T Z``.
+
+    ``pull`` is ``[fits, tiles, K, D]``, ``second`` ``[fits, tiles, K, K]``. A fit that is not active stays as it is.
+    """
+    fit = tl.program_id(1).to(tl.int64)
+    if tl.load(active + fit):
+        tile = tl.program_id(0).to(tl.int64)
+        columns = tile * B + tl.arange(0, B)
+        p = tl.arange(0, P)
+        gram += fit * K * K
+        base = a + fit * n * D
+        aim = _against(concepts + fit * K * D, base, columns, n, D, K, P, B, W)
+        aim = aim * _inverse_sizes(gram, K, P)[:, None]
+        inside = (p < K)[:, None] & (columns < n)[None, :]
+        places = fit * K * n + p[:, None] * n + columns[None, :]
+        z = tl.load(codes + places, mask=inside, other=0.0)
+        for _ in range(S):
+            z = _round(z, aim, gram, K, P)
+        z = tl.where(inside, z, 0.0)
+        tl.store(codes + places, z, mask=inside)
+        at = (fit * tiles + tile) * K * K + p[:, None] * K + p[None, :]
+        own = tl.dot(z, tl.trans(z), input_precision="tf32x3")
+        tl.store(second + at, own, mask=(p < K)[:, None] & (p < K)[None, :])
+        for start in range(0, D, W):
+            k = start + tl.arange(0, W)
+            rows = tl.load(base + columns[:, None] * D + k[None, :], mask=(columns < n)[:, None] & (k < D)[None, :], other=0.0)  # fmt: skip # noqa: E501
+            part = tl.dot(z, rows, input_precision="tf32x3")
+            at = ((fit * tiles + tile) * K + p[:, None]) * D + k[None, :]
+            tl.store(pull + at, part, mask=(p < K)[:, None] & (k < D)[None, :])

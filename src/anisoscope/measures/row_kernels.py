@@ -1,0 +1,72 @@
+"""Single visits of all rows on a GPU: the kernels of ``kernels.rows`` behind plain functions."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+COLUMNS = 128  # entries of a row that a program takes at a time
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 64, 128, 32  # of a product within a block
+
+
+def copies(
+    rows: Float[Tensor, "s n d"], weights: Int[Tensor, "d"]
+) -> tuple[Bool[Tensor, "s n"], Bool[Tensor, "s"]]:  # fmt: skip
+    """Which rows are copies of earlier ones, and whether two different rows of a site have one code."""
+    kernels, (sites, n, width), device = _kernels(), rows.shape, rows.device
+    codes = torch.empty(sites, n, dtype=torch.int64, device=device)
+    options = {"R": kernels.ROWS, "K": COLUMNS, "num_warps": 4}
+    kernels.codes_of_rows[(-(-sites * n // kernels.ROWS),)](rows, weights, codes, sites * n, width, **options)
+    codes, order = codes.sort(dim=1, stable=True)
+    copy, clash = torch.zeros(2, sites, n, dtype=torch.bool, device=device)
+    kernels.copies_among[(-(-(n - 1) // kernels.ROWS) or 1, sites)](
+        rows, codes, order, copy, clash, n, width, **options
+    )
+    return copy, clash.any(dim=1)
+
+
+def in_half(
+    rows: Float[Tensor, "s n d"], order: Int[Tensor, "n"], mean: Float[Tensor, "s d"], factor: Float[Tensor, "s"],
+    padded: int, depth: int,
+) -> tuple[Float[Tensor, "s p e"], Float[Tensor, "s p"], Float[Tensor, "s"]]:  # fmt: skip
+    """Rows in ``order`` about the mean, times a factor, in half precision and filled up with zeros; their squared
+    lengths, and the largest share of a row's length that rounding took."""
+    kernels, (sites, n, width), device = _kernels(), rows.shape, rows.device
+    half = torch.empty(sites, padded, depth, dtype=torch.float16, device=device)
+    half[:, n:] = 0
+    squares = torch.zeros(sites, padded, dtype=torch.float64, device=device)
+    lost = torch.empty(sites, n, dtype=torch.float64, device=device)
+    kernels.in_half[(-(-n // kernels.ROWS), sites)](
+        rows, order, mean.contiguous(), factor.contiguous(), half, squares, lost, n, padded, width, depth,
+        R=kernels.ROWS, K=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return half, squares, lost.amax(dim=1)
+
+
+def nearest_within(
+    rows: Float[Tensor, "s n d"], blocks: int, stride: int, length: int
+) -> tuple[Float[Tensor, "s b l two"], Bool[Tensor, "s b"]]:
+    """Distances to the two nearest rows of the same run of ``length`` rows, one run from every ``stride`` rows on, and
+    whether all of a run are certain."""
+    kernels, (sites, n, width), device = _kernels(), rows.shape, rows.device
+    middle = rows[:, : blocks * stride].unflatten(1, (blocks, stride))[:, :, :length].mean(dim=2)
+    # As ``neighbors_gpu.search`` for products of float32 in parts; the sums of squares are no worse.
+    allowance = 4 * ((3 * width + 16) * 2.0**-23 + 4 * 2.0**-20)
+    out = torch.empty(sites, blocks, length, 2, dtype=torch.float64, device=device)
+    sure = torch.empty(sites, blocks, length, dtype=torch.bool, device=device)
+    kernels.nearest_within[(-(-length // BLOCK_ROWS), sites * blocks)](
+        rows, middle.contiguous(), out, sure, allowance, n, stride, length, blocks, width,
+        R=BLOCK_ROWS, C=BLOCK_COLUMNS, K=BLOCK_DEPTH, num_warps=4,
+    )  # fmt: skip
+    return out.sqrt_(), sure.all(dim=2)
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The module of kernels, which cannot be imported without Triton."""
+    return importlib.import_module("anisoscope.kernels.rows")

@@ -1,0 +1,79 @@
+"""Half steps of semi-NMF for many fits by kernels that visit each row once; see ``kernels.visits``."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anisoscope.tangent.sweeps import has_kernels, inverses
+
+LEAST_PLACES = 16  # what a product on tensor cores takes
+
+
+def can_visit(a: Float[Tensor, "f n d"], rank: int) -> bool:
+    """Whether the kernels serve these rows."""
+    return has_kernels(a.device, rank) and a.dtype == torch.float32
+
+
+def warm_codes(
+    a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], sweeps: int, settled: float
+) -> Float[Tensor, "f k n"]:
+    """``descent.solved`` of all fits; rows settle 128 at a time, which is never later than all together."""
+    kernels, (fits, n, width), rank = _kernels(), a.shape, concepts.shape[1]
+    gram = concepts @ concepts.mT
+    active = torch.ones(fits, dtype=torch.bool, device=a.device)
+    # Where concepts nearly cancel there is no inverse, and rows start from zero.
+    free, _ = inverses(gram, active, 1 / (rank * torch.finfo(a.dtype).eps))
+    codes = torch.empty(fits, rank, n, dtype=a.dtype, device=a.device)
+    kernels.warm_codes[(-(-n // kernels.ROWS), fits)](
+        a.contiguous(), concepts.to(a.dtype).contiguous(), gram, free, codes, n, width, sweeps, settled,
+        **_options(rank),
+    )  # fmt: skip
+    return codes
+
+
+@dataclass(frozen=True)
+class HalfSteps:
+    """Rows of several fits, and room for what each tile of rows adds up to."""
+
+    a: Float[Tensor, "f n d"]
+    pull: Float[Tensor, "f t k d"]
+    second: Float[Tensor, "f t k k"]
+
+    @classmethod
+    def of(cls, a: Float[Tensor, "f n d"], rank: int) -> HalfSteps:
+        """Room for so many concepts."""
+        fits, n, width = a.shape
+        tiles = -(-n // _kernels().ROWS)
+        # Zeros: what is not active is never written, and meets an inverse of zero.
+        return cls(a.contiguous(), a.new_zeros(fits, tiles, rank, width), a.new_zeros(fits, tiles, rank, rank))
+
+    def take(
+        self, codes: Float[Tensor, "f k n"], concepts: Float[Tensor, "f k d"], gram: Float[Tensor, "f k k"],
+        active: Tensor, sweeps: int,
+    ) -> tuple[Float[Tensor, "f k k"], Float[Tensor, "f k d"]]:  # fmt: skip
+        """Rounds over the codes of the active fits, in place; gives ``Z^T Z`` and ``Z^T A`` in float64."""
+        kernels, (fits, n, width), (_, tiles, rank, _) = _kernels(), self.a.shape, self.pull.shape
+        kernels.half_step[(tiles, fits)](
+            self.a, concepts.to(self.a.dtype).contiguous(), gram.contiguous(), codes, self.pull, self.second, active,
+            n, width, tiles, S=sweeps, **_options(rank),
+        )  # fmt: skip
+        return self.second.sum(dim=1, dtype=torch.float64), self.pull.sum(dim=1, dtype=torch.float64)
+
+
+def _options(rank: int) -> dict[str, int]:
+    kernels = _kernels()
+    places = max(LEAST_PLACES, 1 << (rank - 1).bit_length())
+    return {"K": rank, "P": places, "B": kernels.ROWS, "W": kernels.DEPTH, "num_warps": 4 if places < 64 else 8}
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The module of kernels, which cannot be imported without Triton."""
+    return importlib.import_module("anisoscope.kernels.visits")
