@@ -95,12 +95,12 @@ def crossed_tests(
 def _tested(
     rows: Tensor, halves: Halves, half: int, bases: Tensor, groups: Tensor, count: int, draws: int, seed: int
 ) -> _Tested:
-    at = halves.rows[half]
-    g = rows[at]
-    group = groups[at.cpu()]
+    at = halves.rows[half].cpu()
+    group = groups[at]
     # Rows of a group side by side, so that its second moment is one product over a slice.
     order = group.argsort(stable=True)
-    g, at = g[order.to(g.device)], at.cpu()[order]
+    at = at[order]
+    g = rows.index_select(0, at.to(rows.device))
     number = torch.bincount(group, minlength=max(count, 1))
     seconds = torch.stack([gram(part) for part in g.split(number.tolist())])
     seconds = torch.cat([seconds, seconds.sum(dim=0, keepdim=True)]) if count else seconds

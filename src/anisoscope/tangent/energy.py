@@ -24,11 +24,13 @@ from anisoscope.tangent.controls import (
     check_complement,
     control_bases,
 )
-from anisoscope.tangent.drawn import Draws, small
+from anisoscope.tangent.drawn import Draws
 from anisoscope.tangent.units import Units, in_range, p_value, ratio
 
 BLOCK_ROWS = 4096
 DRAWS = 199
+VARIANCE = "tr(Q^T C Q) / tr C"
+VARIANCE_KNOWN = "no error bar: taken as known, being far better known than the energy share it divides"
 SIDES = ("input", "output")
 
 
@@ -130,14 +132,13 @@ def _drawn(
         random, off = drawn.of_moments(found.second[None])
         return random[0] / found.total, off[0, 0] / found.total if normal else None
     rows = found.rows.to(drawn.z)
-    flat = rows @ drawn.flat
-    images = flat.unflatten(1, (draws, -1))[None]
-    form = small(images, images)
+    images = drawn.z @ rows.T
+    form = (images @ images.mT).double()[None]
     random = drawn.random(form)[0] / found.total
     if not normal:
         return random, None
     held = rows @ drawn.q[0]
-    across = (held.T @ flat).unflatten(1, (draws, -1)).transpose(0, 1).double()[None]
+    across = (images @ held).mT.double()[None]
     return random, drawn.normal(0, form, across, (held.T @ held).double()[None])[0] / found.total
 
 
@@ -308,20 +309,22 @@ def variance_within(moments: Moments, basis: Float[Tensor, "d k"]) -> Estimate:
 def variance_estimate(value: float, raw: float, n: int) -> Estimate:
     """A variance share as an Estimate; ``raw`` is the one with no mean taken off."""
     part = Estimate(value=raw, stderr=None, n=n, method="|X Q|^2 / |X|^2, not centred")
-    note = "no error bar: taken as known, being far better known than the energy share it divides"
-    return Estimate(
-        value=value, stderr=None, n=n, method="tr(Q^T C Q) / tr C", notes=(note,), parts={"uncentred": part}
-    )
+    notes = (VARIANCE_KNOWN,)
+    return Estimate(value=value, stderr=None, n=n, method=VARIANCE, notes=notes, parts={"uncentred": part})
 
 
-def enrichment_of(share: Estimate, variance: Estimate) -> Estimate:
-    """Energy share over variance share: above 1, the gradient prefers the basis more than the activations do."""
+def enrichment_of(share: Estimate, variance: Estimate, notes: tuple[str, ...] | None = None) -> Estimate:
+    """Energy share over variance share: above 1, the gradient prefers the basis more than the activations do.
+
+    ``notes`` are those of the share unless they are given.
+    """
     if not variance.value > 0:
         raise DegenerateError("the basis holds no variance of the activations: enrichment would divide by zero")
     stderr = None if share.stderr is None else share.stderr / variance.value
-    return replace(
-        share, value=share.value / variance.value, stderr=stderr, method="energy share / variance share",
-        notes=(*share.notes, "the variance share is taken as known"),
+    return Estimate(
+        value=share.value / variance.value, stderr=stderr, n=share.n, method="energy share / variance share",
+        notes=(*(share.notes if notes is None else notes), "the variance share is taken as known"),
+        over=share.over, dof=share.dof, parts=share.parts,
     )  # fmt: skip
 
 
