@@ -1,0 +1,177 @@
+"""Energies of random and of normal controls in many second moments at once, and what is left without each control.
+
+``drawn.Draws`` says how: small matrices in place of orthonormal bases. Draws lie here with the width last, so that one
+product takes all of them through all moments and its result needs no rearranging.
+
+Letters: S sites, P bases (kinds of proxies), C groups of tokens with all tokens as the last, B draws, K the rank, D the
+width.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anisoscope.tangent.controls import gaussian_draws
+from anisoscope.tangent.sweeps import has_kernels, inverses
+
+IMAGE_CELLS = 1 << 27  # images of draws held at a time
+SINGULAR = 1e14  # the condition from which on an inverse in float64 says nothing
+
+
+@functools.lru_cache(maxsize=4)
+def held_draws(width: int, rank: int, draws: int, seed: int, device: str) -> Float[Tensor, "b k d"]:
+    """The Gaussian draws of a seed, kept on their device: every look and site meets the same ones."""
+    return gaussian_draws(width, rank, draws, seed=seed).permute(1, 2, 0).contiguous().to(device)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Second moments of rows: of each group, and of all rows with their mean and number."""
+
+    groups: Float[Tensor, "s g d d"]
+    total: Float[Tensor, "s d d"]
+    mean: Float[Tensor, "s d"]
+    n: int
+
+    def __getitem__(self, few: slice) -> Moments:
+        return Moments(self.groups[few], self.total[few], self.mean[few], self.n)
+
+    def covariance(self) -> Float[Tensor, "s d d"]:
+        """Of all rows, with a trace of one."""
+        found = (self.total - self.n * self.mean[:, :, None] * self.mean[:, None, :]) / (self.n - 1)
+        return found / found.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None]
+
+
+@dataclass(frozen=True)
+class OfControls:
+    """Energies of random controls and of controls off each basis; ``tr P C P`` and ``|P C P|^2`` without each basis and
+    its controls, and both of the covariance C itself, of trace one."""
+
+    random: Float[Tensor, "s c b"]
+    normal: Float[Tensor, "s p c b"]
+    traces: Float[Tensor, "s p one_plus_b"]
+    squares: Float[Tensor, "s p one_plus_b"]
+    whole: Float[Tensor, "s two"]
+
+
+def of_controls(
+    moments: Moments, bases: Float[Tensor, "s p d k"], z: Float[Tensor, "b k d"], dtype: torch.dtype
+) -> OfControls:
+    """All of it, a few sites at a time. ``dtype`` is that of products with the moments of groups."""
+    sites, groups = moments.groups.shape[:2]
+    step = max(1, IMAGE_CELLS // ((groups + 2) * z.numel()))
+    wide, near = z.double(), z.to(dtype)
+    inner = wide @ wide.mT
+    parts = [
+        _of_few(moments[few], bases[few].double(), wide, near, inner)
+        for few in (slice(at, at + step) for at in range(0, sites, step))
+    ]
+    return OfControls(*(torch.cat([getattr(one, name) for one in parts]) for name in OfControls.__annotations__))
+
+
+def _of_few(
+    moments: Moments, q: Float[Tensor, "s p d k"], z: Float[Tensor, "b k d"], near: Float[Tensor, "b k d"],
+    inner: Float[Tensor, "b k k"],
+) -> OfControls:  # fmt: skip
+    groups = moments.groups.to(near.dtype)
+    images = _images(moments.total[:, None], z)
+    whole = _form(images, z)
+    form = torch.cat([_form(_images(groups, near), near), whole], dim=1) if groups.shape[1] else whole
+    own, across = _through(moments.total[:, None], q, z)
+    if groups.shape[1]:
+        few = _through(groups, q.to(near.dtype), near)
+        own_all, across_all = (torch.cat(two, dim=2) for two in zip(few, (own, across), strict=True))
+    else:
+        own_all, across_all = own, across
+    c = _against(q, z)
+    inverse, off = _inverses(inner, inner - c.mT @ c)
+    mixer = c @ off
+    random = (form * inverse).sum(dim=(3, 4))
+    normal = torch.einsum("scbij,spbij->spcb", form, off) - 2 * torch.einsum("spcbij,spbij->spcb", across_all, mixer)
+    normal = normal + torch.einsum("spcil,spblj,spbij->spcb", own_all, c, mixer)
+    return OfControls(random, normal, *_left_over(moments, q, z, images[:, :, :, 0], (whole, own, across), (c, off)))
+
+
+def _images(moments: Float[Tensor, "s c d d"], z: Float[Tensor, "b k d"]) -> Float[Tensor, "b k s c d"]:
+    """``M z`` of every moment and draw, in one product."""
+    sites, cells, width, _ = moments.shape
+    flat = z.flatten(0, 1) @ moments.permute(2, 0, 1, 3).reshape(width, -1)
+    return flat.view(*z.shape[:2], sites, cells, width)
+
+
+def _form(images: Float[Tensor, "b k s c d"], z: Float[Tensor, "b k d"]) -> Float[Tensor, "s c b k k"]:
+    """``Z^T M Z`` of every moment and draw, float64."""
+    b, k, sites, cells, width = images.shape
+    found = images.reshape(b, k * sites * cells, width) @ z.mT
+    return found.view(b, k, sites, cells, k).permute(2, 3, 0, 1, 4).double()
+
+
+def _through(
+    moments: Float[Tensor, "s c d d"], q: Float[Tensor, "s p d k"], z: Float[Tensor, "b k d"]
+) -> tuple[Float[Tensor, "s p c k k"], Float[Tensor, "s p c b k k"]]:
+    """``Q^T M Q`` and ``Q^T M Z`` of every moment, basis and draw, float64."""
+    held = moments[:, None] @ q[:, :, None]
+    return (q.mT[:, :, None] @ held).double(), _against(held, z)
+
+
+def _against(columns: Float[Tensor, "*lead d k"], z: Float[Tensor, "b k d"]) -> Float[Tensor, "*lead b k k"]:
+    """``columns^T Z`` of each draw, float64."""
+    b, k, width = z.shape
+    flat = columns.mT @ z.view(b * k, width).mT
+    return flat.unflatten(-1, (b, k)).transpose(-3, -2).double()
+
+
+def _inverses(
+    inner: Float[Tensor, "b k k"], off: Float[Tensor, "s p b k k"]
+) -> tuple[Float[Tensor, "b k k"], Float[Tensor, "s p b k k"]]:
+    both = torch.cat([inner, off.flatten(0, 2)])
+    if has_kernels(inner.device, inner.shape[1]):
+        found, _ = inverses(both, torch.ones(len(both), dtype=torch.bool, device=both.device), SINGULAR)
+    else:
+        found = torch.cholesky_inverse(torch.linalg.cholesky_ex(both)[0])
+    return found[: len(inner)], found[len(inner) :].view_as(off)
+
+
+def _left_over(
+    moments: Moments, q: Float[Tensor, "s p d k"], z: Float[Tensor, "b k d"], images: Float[Tensor, "b k s d"],
+    of_total: tuple[Tensor, Tensor, Tensor], small: tuple[Tensor, Tensor],
+) -> tuple[Float[Tensor, "s p one_plus_b"], Float[Tensor, "s p one_plus_b"], Float[Tensor, "s two"]]:  # fmt: skip
+    """From ``S z``, ``Z^T S Z``, ``Q^T S Q`` and ``Q^T S Z`` of all rows' second moment S: taking the mean off them is
+    a product of vectors, and ``C^2`` is never formed."""
+    (form, own, across), (c, off), n, mean = of_total, small, moments.n, moments.mean
+    unit = moments.covariance()
+    trace = (moments.total.diagonal(dim1=1, dim2=2).sum(dim=1) - n * mean.square().sum(dim=1)) / (n - 1)
+    shrink = 1 / (trace * (n - 1))
+    along = torch.einsum("bkd,sd->sbk", z, mean)
+    inside = (mean[:, None, None] @ q)[:, :, 0]
+    lead = shrink[:, None, None, None]
+    form1 = (form[:, 0] - n * along[:, :, :, None] * along[:, :, None, :]) * lead
+    own1 = (own[:, :, 0] - n * inside[:, :, :, None] * inside[:, :, None, :]) * lead
+    across1 = (across[:, :, 0] - n * inside[:, :, None, :, None] * along[:, None, :, None, :]) * lead[:, None]
+    image = images.permute(2, 0, 1, 3) - n * along[:, :, :, None] * mean[:, None, None, :]
+    image = image * lead
+    form2 = image @ image.mT
+    once = unit[:, None] @ q
+    own2, across2 = once.mT @ once, _against(unit[:, None] @ once, z)
+    turned = c.mT
+
+    def projected(form: Tensor, own: Tensor, across: Tensor) -> Tensor:
+        mixed = turned @ across
+        return off @ (form[:, None] - mixed - mixed.mT + turned @ own[:, :, None] @ c)
+
+    held1, held2 = projected(form1, own1, across1), projected(form2, own2, across2)
+    one = unit.diagonal(dim1=1, dim2=2).sum(dim=1)
+    two = unit.square().sum(dim=(1, 2))
+    first = torch.cat([_traces(own1)[:, :, None], _traces(held1)], dim=2)
+    second = torch.cat([_traces(own2)[:, :, None], _traces(held2)], dim=2)
+    both = torch.cat([own1.square().sum(dim=(2, 3))[:, :, None], (held1 * held1.mT).sum(dim=(3, 4))], dim=2)
+    return one[:, None, None] - first, two[:, None, None] - 2 * second + both, torch.stack([one, two], dim=1)
+
+
+def _traces(matrices: Float[Tensor, "*lead k k"]) -> Float[Tensor, "*lead"]:
+    return matrices.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
