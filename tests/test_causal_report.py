@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from anisoscope.estimate import Estimate
 from anisoscope.runs.store import RunReader, RunWriter
@@ -14,6 +15,7 @@ from anisoscope.views.report import write_report
 from anisoscope.views.seeds import pool_seeds
 from anisoscope.views.series import read_series
 from anisoscope.views.shelf import Shelf
+from anisoscope.views.training import loss_figures
 from anisoscope.watching.study import run_study
 
 SIZES = "architecture: llama, objective: causal, layers: 2, width: 16, heads: 2"
@@ -148,16 +150,58 @@ def test_words_and_tables_count_what_is_there(found):
     places = places_of(arms_of(found))
     tested = slopes_of(lines_of_arms(arms_of(found))["loss"], places)
     sure = sum(one.sure for one in tested.values())
-    assert words[1].startswith(f"{sure} of {len(places)} slopes differ from 0 at 5 % after the Benjamini-Hochberg")
+    # One degree of freedom: nothing is tested, and what would be needed is said, once.
+    assert sure == 0 and words[1].startswith("Two seeds: nothing is decided.") and words.count(words[1]) == 1
+    t = float(stats.t.isf(0.025 / len(places), 1)), float(stats.t.isf(0.025 / len(places), 4))
+    assert f"lie {t[0]:.3g} standard errors from 0; with 5 seeds {t[1]:.3g} would do" in words[1]
+    assert any("dealt at random" in one and "is not tested" in one for one in words)
     models, slopes = causal_tables(found)
     assert [row[0] for row in models.rows][:1] == ["even"] and len(models.rows) == 5 and len(slopes.rows) == len(places)
     assert models.head[-1] == "Held-out loss (nats)" and slopes.head[-1] == "dealt minus plain"
-    assert all(one.adjusted is None or 0 <= one.adjusted <= 1 for one in tested.values())
+    assert all(one.adjusted is None for one in tested.values())
+    assert "No star: it takes 3 seeds" in slopes.caption and not any("*" in cell for row in slopes.rows for cell in row)
     place = Place("spectral_ratio", "resid.1")
     even, plain, steep = (arm.at_end(place).estimate.value for arm in lines_of_arms(arms_of(found))["loss"])
     assert tested[place].bent == ((plain - even) * (steep - plain) < 0)
     drawn = slopes_of(lines_of_arms(arms_of(found))["resample"], places)
     assert not any(one.bent for one in drawn.values())  # two points
+
+
+def made_study(folder, seeds, values):
+    """Three arms with one number each, ``values(exponent, seed)``."""
+    with RunWriter.create(folder, name="made") as writer:
+        for name, exponent in (("even", 0.0), ("plain", 1.0), ("steep", 2.0)):
+            told = {"method": "none" if name == "plain" else "loss", "exponent": exponent, "effective_share": 1.0}
+            for seed in range(seeds):
+                info = {"variant": name, "seed": seed, "frequency": told}
+                with writer.probe(step=1, cell=f"{name} seed {seed}", info=info) as probe:
+                    one = Estimate(value=values(exponent, seed), stderr=None, n=8, method="made up")
+                    probe.add_estimate(one, site="model", measure="loss", slice="all")
+                    probe.add_estimate(one, site="model", measure="train_loss", slice="all")
+    return shelves(folder)
+
+
+@pytest.mark.parametrize(("seeds", "sure"), [(1, False), (2, False), (3, True)])
+def test_below_three_seeds_nothing_is_tested(tmp_path, seeds, sure):
+    """Slopes that agree to one part in ten thousand pass at one degree of freedom too: that is no reason for a star."""
+    found = made_study(tmp_path / "run", seeds, lambda exponent, seed: exponent * (1 + 1e-4 * (-1) ** seed * seed))
+    one = slopes_of(arms_of(found), [Place("loss", "model")])[Place("loss", "model")]
+    assert one.sure == sure and (one.adjusted is None) == (seeds < 3)
+    words = " ".join(causal_words(found))
+    assert ("1 of 1 slope differ" in words) == sure and ("nothing is decided" in words) == (seeds < 3)
+    (table,) = [table for table in causal_tables(found) if table.key == "causal-slopes"]
+    assert ("*" in table.rows[0][-1]) == sure and ("* differs" in table.caption) == sure
+    if seeds == 2:
+        assert stats.ttest_1samp([1.0, 1 - 1e-4], 0).pvalue < 0.05  # the test that is not made
+
+
+def test_weighted_training_losses_are_not_held_against_the_held_out_one(tmp_path):
+    found = made_study(tmp_path / "run", 2, lambda exponent, seed: exponent + seed)
+    (figure,) = loss_figures(found)
+    assert "The training loss of even, steep is weighted, as it was trained." in figure.caption
+    assert "over 2 seeds (Student's t)" in figure.caption and "12.7 standard errors" in figure.caption
+    (plain,) = loss_figures([one for one in found if one.label == "plain"])
+    assert "weighted" not in plain.caption
 
 
 def test_languages_show_what_is_above_the_entropy_rate(tmp_path):

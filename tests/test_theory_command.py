@@ -237,7 +237,7 @@ def test_the_table_holds_every_number_in_order(series):
     truths = series[0].facts["theory"]["truths"]
     assert [row[:2] for row in table.rows] == [(truth["site"], truth["measure"]) for truth in truths]
     assert {row[-1] for row in table.rows} == {"agrees"}
-    assert all(row[-2].endswith(" se") or "e-" in row[-2] for row in table.rows)
+    assert all(row[-2].endswith(" se") or "e−" in row[-2] for row in table.rows)
 
 
 def test_verdicts_in_words(tmp_path):

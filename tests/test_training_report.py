@@ -336,7 +336,7 @@ def test_shares_by_frequency_at_the_last_step_and_over_time(demo):
     assert [line.name for line in over.lines if line.visible] == list(BINS)
     assert all(line.hover[0].startswith("resid.3") for line in over.lines)  # one middle site
     assert {"own-distance-decoder", "global-distance-encoder"} <= set(found)
-    assert "0.41 (0.32 … 0.49)" in page.words and "-0.60 (-0.69 … -0.52)" in page.words
+    assert "0.41 (0.32 … 0.49)" in page.words and "−0.60 (−0.69 … −0.52)" in page.words
 
 
 def test_a_construction_is_called_one(demo):
@@ -456,6 +456,24 @@ def test_a_loss_that_rises_again_is_said(demo):
     )
     said = loss_words(Shelf(replace(series, records=records)))
     assert len(said) == 2 and re.match(r"It was lowest at step 1,000 \(.*\) and has risen since\.", said[1])
+
+
+def strings_of(value):
+    """Every string in a JSON value."""
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for one in inner for text in strings_of(one)]
+
+
+@pytest.mark.parametrize("which", ["demo", "seeded"])
+def test_one_sign_for_minus(which, request):
+    """Words, tables and hover texts: no hyphen stands before a number that begins there, nor in an exponent."""
+    _, text, page = request.getfixturevalue(which)
+    words = page.words.rpartition("Provenance")[0]  # what follows quotes files
+    said = [words, *strings_of(program_of(text)["panels"])]
+    hyphens = [found for one in said for found in re.findall(r".{0,20}(?:(?<![\w.…-])-\.?\d|\de-\d).{0,9}", one)]
+    assert hyphens == [] and "−" in words
 
 
 def test_means_over_seeds_with_students_interval(seeded):

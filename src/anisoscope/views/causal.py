@@ -18,7 +18,7 @@ from anisoscope.views.layout import axis_title, hover_text, references
 from anisoscope.views.names import DISTANCES, MODEL_SITE, PROXIES, frequency_bin, tangent
 from anisoscope.views.numbers import digits_of, shown
 from anisoscope.views.panels import Axis, Figure, Line, Panel, Reference, Toggle
-from anisoscope.views.seeds import band_words, cells_of, seed_lines, seed_toggles
+from anisoscope.views.seeds import band_words, cells_of, over_seeds, seed_lines, seed_toggles
 from anisoscope.views.series import FIRST_SLICE, Series, is_stream, measure_title
 from anisoscope.views.shelf import Pile, Shelf, chance_line
 
@@ -201,15 +201,6 @@ def difference(one: Arm, other: Arm, place: Place) -> Estimate | None:
     first, second = one.by_seed(place), other.by_seed(place)
     values = [first[seed] - second[seed] for seed in sorted(set(first) & set(second))]
     return over_seeds(values, "mean of differences, seed by seed") if values else None
-
-
-def over_seeds(values: Sequence[float], method: str) -> Estimate:
-    """A mean with its error over seeds; without one where there is one seed."""
-    n = len(values)
-    if n == 1:
-        return Estimate(value=values[0], stderr=None, n=1, method=method, notes=("one seed: no error bar",))
-    stderr = statistics.stdev(values) / math.sqrt(n)
-    return Estimate(value=statistics.fmean(values), stderr=stderr, n=n, method=method, over=f"{n} seeds", dof=n - 1)
 
 
 def sites_of(arms: Sequence[Arm], measure: str) -> list[str]:

@@ -27,10 +27,10 @@ from anisoscope.views.causal import (
     title_of,
     with_bar,
 )
-from anisoscope.views.corrected import LEVEL
 from anisoscope.views.names import DISTANCES, MODEL_SITE
 from anisoscope.views.numbers import digits_of, interval_words, shown
 from anisoscope.views.panels import Table
+from anisoscope.views.seeds import LEAST_SEEDS, LEVEL, can_test, too_few_seeds
 from anisoscope.views.shelf import Shelf
 from anisoscope.views.verdicts import listed
 
@@ -91,9 +91,9 @@ def places_of(arms: Sequence[Arm]) -> list[Place]:
 
 
 def slopes_of(arms: Sequence[Arm], places: Sequence[Place]) -> dict[Place, Slope]:
-    """Slopes of one method with p-values after Benjamini and Hochberg; none of these where there is one seed."""
+    """Slopes of one method with p-values after Benjamini and Hochberg; none of these where seeds are too few."""
     found = {place: value for place in places if (value := slope(arms, place)) is not None}
-    tested = [place for place, one in found.items() if one.stderr]
+    tested = [place for place, one in found.items() if can_test(one)]
     p = dict(zip(tested, _corrected([found[place] for place in tested]), strict=True))
     return {place: Slope(place, one, p.get(place), _bent(arms, place)) for place, one in found.items()}
 
@@ -123,14 +123,15 @@ def causal_words(shelves: Sequence[Shelf]) -> list[str]:
             said.append(_changed(method, mine))
             said += _moved(slopes_of(mine, places))
     said += _placebo(arms, places)
-    shown = [SHOWS[method] for method in lines_of_arms(arms) if method in SHOWS]
+    means = [SHOWS[method] for method in lines_of_arms(arms) if method in SHOWS]
     if "loss" in lines_of_arms(arms):
         has = any(arm.method == "placebo" for arm in arms)
         more = "; a placebo has the same noise and no change of types, and tells the two apart." if has else "."
-        shown = [words + more if words == SHOWS["loss"] else words for words in shown]
+        means = [words + more if words == SHOWS["loss"] else words for words in means]
     late = behind(shelves)
     left = [f"Left out, as they are not as far or lack a seed there: {listed(late)}."] if late else []
-    return [*said, *left, *shown, NEVER]
+    # Methods with equally few seeds say so in the same words: once is enough.
+    return [*dict.fromkeys(said), *left, *means, NEVER]
 
 
 def _changed(method: str, arms: Sequence[Arm]) -> str:
@@ -162,7 +163,8 @@ def _moved(slopes: Mapping[Place, Slope]) -> list[str]:
     """The slopes of the geometry that the corrected test takes for real, and how many of all are."""
     tested = [one for one in slopes.values() if one.adjusted is not None]
     if not tested:
-        return ["One seed: slopes have no error bar, and nothing is decided."] if slopes else []
+        most = max((one.estimate.n for one in slopes.values()), default=0)
+        return [too_few_seeds(most, len(slopes), "slope")] if most else []
     sure = [one for one in tested if one.sure]
     noun = "slope" if len(tested) == 1 else "slopes"
     seeds = tested[0].estimate.over
@@ -184,8 +186,9 @@ def _placebo(arms: Sequence[Arm], places: Sequence[Place]) -> list[str]:
     for arm in (one for one in arms if one.method == "placebo" and plain is not None):
         assert plain is not None
         found = [(place, one) for place in places if (one := difference(arm, plain, place)) and one.stderr]
-        corrected = _corrected([one for _, one in found])
-        sure = [(place, one) for (place, one), q in zip(found, corrected, strict=True) if q <= LEVEL]
+        tested = [pair for pair in found if can_test(pair[1])]
+        corrected = _corrected([one for _, one in tested])
+        sure = [(place, one) for (place, one), q in zip(tested, corrected, strict=True) if q <= LEVEL]
         if arm.partial:
             has = f"{len(arm.there)} of {len(arm.shelf.members)} seeds"
             bare = "" if found else ". With one seed, what it moves has no error bar (in the table)"
@@ -194,11 +197,10 @@ def _placebo(arms: Sequence[Arm], places: Sequence[Place]) -> list[str]:
             each = [f"{_name(place)} by {_signed(one)}" for place, one in sure[:4]]
             end = f": {listed(each)}" if each else ""
             share = shown(100 * float(arm.told["effective_share"]), ".0f")
-            said.append(
-                f"{arm.label}: what exponent {shown(arm.told['asked'], 'g')} takes, dealt at random (effective share "
-                f"{share} %), moves {len(sure)} of {len(found)} numbers "
-                f"away from the plain model after correction{end}."
-            )
+            what = f"what exponent {shown(arm.told['asked'], 'g')} takes, dealt at random (effective share {share} %)"
+            moves = f"moves {len(sure)} of {len(tested)} numbers away from the plain model after correction{end}"
+            few = f"is not tested against the plain model: it takes {LEAST_SEEDS} seeds that both have"
+            said.append(f"{arm.label}: {what}, {moves if tested else few}.")
     return said
 
 
@@ -268,10 +270,13 @@ def _slope_table(arms: Sequence[Arm], places: Sequence[Place]) -> list[Table]:
     if not rows:
         return []
     head = ("Quantity", "Site", "Tokens", *(f"Slope, {METHODS[method]}" for method in groups))
+    tested = any(one.adjusted is not None for slopes in found.values() for one in slopes.values())
+    star = "* differs from 0 at 5 % after the Benjamini-Hochberg correction over the column"
     caption = (
         "Change for one unit of exponent: a least-squares line for each seed through the models of one method, with "
-        "the 95 % interval of the mean over seeds (Student's t). * differs from 0 at 5 % after the Benjamini-Hochberg "
-        "correction over the column; † bends: its means do not rise or fall all the way."
+        "the 95 % interval of the mean over seeds (Student's t). "
+        f"{star if tested else f'No star: it takes {LEAST_SEEDS} seeds to test'}; "
+        "† bends: its means do not rise or fall all the way."
         + (" Placebo: its difference from the plain model, paired." if placebos else "")
     )
     ends = tuple(f"{arm.label} minus plain" for arm in placebos)

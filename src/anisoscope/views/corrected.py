@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from anisoscope.runs.records import Record
 from anisoscope.views.names import noted, tangent
 from anisoscope.views.numbers import shown
-from anisoscope.views.seeds import cells_of
+from anisoscope.views.seeds import LEVEL, cells_of
 from anisoscope.views.series import FIRST_SLICE, Series
 from anisoscope.views.shelf import Shelf
-
-LEVEL = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from anisoscope.views.layout import axis_title, direction
 from anisoscope.views.names import MODEL_SITE
 from anisoscope.views.numbers import digits_of, interval_words, shown
 from anisoscope.views.panels import Axis, Figure, Line, Panel, Table, Toggle
-from anisoscope.views.seeds import framed, mean_over_seeds
+from anisoscope.views.seeds import framed, over_seeds
 from anisoscope.views.series import FIRST_SLICE, is_stream, measure_title
 
 LOSS = "loss"
@@ -150,17 +150,14 @@ def _said(regularizer: Mapping[str, Any]) -> str:
     return ", ".join([str(regularizer.get("name")), *weight, *options, *where])
 
 
-def over_seeds(values: Mapping[int, float]) -> Estimate:
+def _mean_of(values: Mapping[int, float]) -> Estimate:
     """The mean over seeds with Student's interval; without an error bar where there is one seed."""
-    ones = [Estimate(value=value, stderr=None, n=1, method="one seed") for value in values.values()]
-    if len(ones) > 1:
-        return mean_over_seeds(ones, list(values))
-    return replace(ones[0], notes=("no error bar: one seed",))
+    return over_seeds(list(values.values()), f"mean over seeds {', '.join(map(str, values))}")
 
 
 def difference(pairs: Mapping[int, tuple[Ended, Ended]], measure: str) -> Estimate:
     """Regularised less plain, seed by seed: what a seed does to both cancels."""
-    return over_seeds({seed: _value(mine, measure) - _value(base, measure) for seed, (mine, base) in pairs.items()})
+    return _mean_of({seed: _value(mine, measure) - _value(base, measure) for seed, (mine, base) in pairs.items()})
 
 
 def slowdown(pairs: Mapping[int, tuple[Ended, Ended]], *, processor: bool = False) -> Estimate | None:
@@ -170,7 +167,7 @@ def slowdown(pairs: Mapping[int, tuple[Ended, Ended]], *, processor: bool = Fals
         own, plain = ((one.processor_seconds if processor else one.median_seconds) for one in (mine, base))
         if own and plain:
             ratios[seed] = own / plain
-    return over_seeds(ratios) if ratios else None
+    return _mean_of(ratios) if ratios else None
 
 
 def _value(ended: Ended, measure: str) -> float:
@@ -219,13 +216,13 @@ def regularizer_tables(compared: Sequence[Compared]) -> list[Table]:
 
 
 def _loss_rows(one: Compared) -> Iterable[tuple[str, ...]]:
-    losses = over_seeds({seed: ended.loss for seed, ended in one.ended.items()})
+    losses = _mean_of({seed: ended.loss for seed, ended in one.ended.items()})
     yield one.plain, "none", _with_bar(losses), "", "", ""
     last = max(ended.step for ended in one.ended.values())
     for other in one.others:
         steps = sorted({mine.step for mine, _ in other.pairs.values()})
         when = "" if steps == [last] else f" (at step {', '.join(f'{step:,}' for step in steps)})"
-        loss = over_seeds({seed: mine.loss for seed, (mine, _) in other.pairs.items()})
+        loss = _mean_of({seed: mine.loss for seed, (mine, _) in other.pairs.items()})
         times = (slowdown(other.pairs), slowdown(other.pairs, processor=True))
         cells = ("not noted" if one is None else _times(one) for one in times)
         yield other.name, other.words, _with_bar(loss) + when, _gap(other, one, LOSS), *cells
@@ -234,12 +231,12 @@ def _loss_rows(one: Compared) -> Iterable[tuple[str, ...]]:
 def _geometry_rows(one: Compared) -> Iterable[tuple[str, ...]]:
     yield (
         one.plain,
-        *(_with_bar(over_seeds({seed: ended.geometry[m] for seed, ended in one.ended.items()})) for m in one.measures),
+        *(_with_bar(_mean_of({seed: ended.geometry[m] for seed, ended in one.ended.items()})) for m in one.measures),
     )
     for other in one.others:
         cells = []
         for measure in one.measures:
-            mean = over_seeds({seed: mine.geometry[measure] for seed, (mine, _) in other.pairs.items()})
+            mean = _mean_of({seed: mine.geometry[measure] for seed, (mine, _) in other.pairs.items()})
             cells.append(f"{digits_of(mean.value, mean.stderr)}, {_gap(other, one, measure)}")
         yield other.name, *cells
 
@@ -332,8 +329,8 @@ def _panel(one: Compared, models: Mapping[str, Mapping[int, Ended]], measure: st
             words += f"{measure_title(measure)}: {shown(ended.geometry[measure], '.4g')}"
             lines.append(_points(name, [ended.geometry[measure]], [ended.loss], [words], **look))
         if len(by_seed) > 1:
-            x = over_seeds({seed: ended.geometry[measure] for seed, ended in by_seed.items()})
-            y = over_seeds({seed: ended.loss for seed, ended in by_seed.items()})
+            x = _mean_of({seed: ended.geometry[measure] for seed, ended in by_seed.items()})
+            y = _mean_of({seed: ended.loss for seed, ended in by_seed.items()})
             lines += _mean(name, x, y, measure, look)
     suffix = f"-{one.run}" if one.run else ""
     return Panel(

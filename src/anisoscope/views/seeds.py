@@ -10,10 +10,15 @@ from dataclasses import replace
 from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Record
 from anisoscope.views.names import UNPOOLED, tangent
+from anisoscope.views.numbers import shown
 from anisoscope.views.panels import Line, Panel, Toggle
 from anisoscope.views.series import Series, population, reading_order
 
 EACH = "each seed"
+LEVEL = 0.05
+LEAST_SEEDS = 3
+"""Below this nothing is tested: two seeds leave one degree of freedom, and no way to see whether they are normal."""
+ENOUGH_SEEDS = 5  # what a reader with too few is told of
 WIDE = 3.0  # times the range of its lines: bands that reach farther do not set the scale of a panel
 
 
@@ -68,10 +73,41 @@ def _pooled(mine: Sequence[Series]) -> Series:
     )
 
 
+def over_seeds(values: Sequence[float], method: str) -> Estimate:
+    """A mean with its error over seeds; without one where there is one seed."""
+    n = len(values)
+    if n == 1:
+        return Estimate(value=values[0], stderr=None, n=1, method=method, notes=("one seed: no error bar",))
+    stderr = statistics.stdev(values) / math.sqrt(n)
+    return Estimate(value=statistics.fmean(values), stderr=stderr, n=n, method=method, over=f"{n} seeds", dof=n - 1)
+
+
+def can_test(estimate: Estimate) -> bool:
+    """Whether a mean over seeds may be tested: it has an error, of at least ``LEAST_SEEDS`` seeds."""
+    return bool(estimate.stderr) and estimate.n >= LEAST_SEEDS
+
+
+def too_few_seeds(seeds: int, tests: int, what: str) -> str:
+    """That so few seeds decide nothing, and what would: the least distance from 0 that could be told, with more too."""
+    noun = what if tests == 1 else f"{what}s"
+    if seeds == 1:
+        return f"One seed: {noun} without an error bar, and nothing is decided."
+    few, many = (shown(_least_distance(n, tests), ".3g") for n in (seeds, ENOUGH_SEEDS))
+    return (
+        f"Two seeds: nothing is decided. After the correction for {tests:,} {noun}, one would have to lie {few} "
+        f"standard errors from 0; with {ENOUGH_SEEDS} seeds {many} would do. Below {LEAST_SEEDS} seeds none is tested."
+    )
+
+
+def _least_distance(seeds: int, tests: int) -> float:
+    """Standard errors from 0 at which the first of so many tests passes the correction."""
+    from scipy.special import stdtrit  # here, not above: scipy is slow to import
+
+    return float(stdtrit(seeds - 1, 1 - LEVEL / (2 * tests)))
+
+
 def mean_over_seeds(estimates: Sequence[Estimate], seeds: Sequence[int]) -> Estimate:
     """The mean of one number over seeds; its error bar is over seeds, whatever the single ones are over."""
-    values = [one.value for one in estimates]
-    n = len(values)
     # Parts such as chance are the same for every seed; those that differ would be of one seed only.
     shared = {
         name: part
@@ -79,16 +115,9 @@ def mean_over_seeds(estimates: Sequence[Estimate], seeds: Sequence[int]) -> Esti
         if all(name in one.parts and one.parts[name].value == part.value for one in estimates)
     }
     notes = tuple(note for note in estimates[0].notes if all(note in one.notes for one in estimates))
-    return Estimate(
-        value=statistics.fmean(values),
-        stderr=statistics.stdev(values) / math.sqrt(n),
-        dof=n - 1,
-        n=n,
-        over=f"{n} seeds",
-        method=f"mean over seeds {', '.join(map(str, seeds))}",
-        notes=notes,
-        parts=shared,
-    )
+    method = f"mean over seeds {', '.join(map(str, seeds))}"
+    mean = over_seeds([one.value for one in estimates], method)
+    return replace(mean, notes=(*notes, *mean.notes), parts=shared)
 
 
 def cells_of(one: Series) -> tuple[Series, ...]:

@@ -67,6 +67,7 @@ def loss_figures(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
     )
     series = [shelf.series for shelf in having]
     said = band_words(series, [r for shelf in having for name in losses for r in shelf.get(name, MODEL_SITE)])
+    caption += _own_losses(having) if "train_loss" in losses else ""
     return (
         Figure(
             key="loss",
@@ -76,6 +77,17 @@ def loss_figures(shelves: Sequence[Shelf]) -> tuple[Figure, ...]:
             toggles=(*toggles, *seed_toggles(series)),
         ),
     )
+
+
+def _own_losses(shelves: Sequence[Shelf]) -> str:
+    """Which training losses are means over something else than the held-out loss: other weights, other windows."""
+    told = [(shelf.label, shelf.series.facts.get("frequency")) for shelf in shelves]
+    known = [(label, one.get("placebo_of") or one.get("method")) for label, one in told if isinstance(one, Mapping)]
+    said = ""
+    for method, what in (("loss", "is weighted"), ("resample", "is over drawn windows")):
+        names = [label for label, its in known if its == method]
+        said += f" The training loss of {', '.join(names)} {what}, as it was trained." if names else ""
+    return f"{said} The held-out loss is not, so these do not compare with it." if said else ""
 
 
 def course(

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Record, layer_of
-from anisoscope.views.corrected import LEVEL, Test, Tests, significant
+from anisoscope.views.corrected import Test, Tests, significant
 from anisoscope.views.layout import family, few, unique
 from anisoscope.views.names import CORRELATIONS, GRADIENTS, PROXIES
 from anisoscope.views.numbers import digits_of, interval_words, shown, with_error, worded
 from anisoscope.views.panels import Table
-from anisoscope.views.seeds import cells_of
+from anisoscope.views.seeds import LEVEL, cells_of
 from anisoscope.views.shelf import Shelf, families
 
 TABLE_LAYERS = 5  # layers of each kind in a small table
