@@ -8,6 +8,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+_NO_PARTS: Mapping[str, Estimate] = MappingProxyType({})
+
+
+def _no_parts() -> Mapping[str, Estimate]:
+    return _NO_PARTS  # one for all: a look makes thousands of estimates
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
@@ -26,14 +32,17 @@ class Estimate:
     notes: tuple[str, ...] = ()
     over: str | None = None
     dof: float | None = None
-    parts: Mapping[str, Estimate] = field(default_factory=lambda: MappingProxyType({}))
+    parts: Mapping[str, Estimate] = field(default_factory=_no_parts)
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
             raise ValueError(f"an Estimate holds a finite number, got {self.value} from {self.method}")
-        if self.stderr is not None and not (math.isfinite(self.stderr) and self.stderr >= 0):
-            raise ValueError(f"stderr must be finite and >= 0, or None; got {self.stderr} from {self.method}")
-        if self.stderr is not None and self.over is None:
+        stderr = self.stderr
+        if stderr is None:
+            return
+        if not (math.isfinite(stderr) and stderr >= 0):
+            raise ValueError(f"stderr must be finite and >= 0, or None; got {stderr} from {self.method}")
+        if self.over is None:
             raise ValueError(f"an error bar must say what it is over; {self.method} did not")
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -12,7 +12,6 @@ from anisoscope.errors import AnisoscopeError
 from anisoscope.estimate import Estimate
 from anisoscope.monitoring.views import Name, SiteView
 from anisoscope.runs.records import Curve
-from anisoscope.tangent.crossed import CrossedTest
 from anisoscope.tangent.proxies import Proxy, ProxyTracker
 from anisoscope.tangent.units import Halves
 from anisoscope.text.frequency import FrequencyBins, TokenCounts
@@ -20,6 +19,7 @@ from anisoscope.text.frequency import FrequencyBins, TokenCounts
 OVERLAP = "share of the span inside that of PCA"
 SPLIT = "mean principal angle between the fits of two halves"
 DRIFT = "mean principal angle to the last look's fit, degrees"
+P_VALUE = "(1 + #random bases with as much) / (B + 1)"
 
 Result: TypeAlias = Estimate | Curve | AnisoscopeError
 
@@ -61,9 +61,6 @@ class Asked(Protocol):
     def _reader(self, here: Here) -> Iterator[tuple[Name, Result]]: ...
     def _matrices(self, here: Here) -> Iterator[tuple[Name, Result]]: ...
     def _by_type(self, here: Here) -> Iterator[tuple[Name, Result]]: ...
-    def _told_tests(
-        self, here: Here, kind: str, tests: Mapping[str, CrossedTest | str]
-    ) -> Iterator[tuple[Name, Result]]: ...
     def _attempted(self, part: Callable[[Here], Iterator[tuple[Name, Result]]], here: Here) -> dict[Name, Result]: ...
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError, OptionError, SiteError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
-from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, SPLIT, Here, Result, labels_of, plain
+from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, P_VALUE, SPLIT, Here, Result, labels_of, plain
 from anisoscope.monitoring.tangents_together import STACKED, Prepared, alike, prepared, stacked_results
 from anisoscope.monitoring.views import MapView, Name, SiteView
 from anisoscope.runs.records import Curve
@@ -267,8 +267,7 @@ class TangentAnalysis:
                 raise SiteError(f"no energy test at {here.view.site!r}: {test}")
         whole = tests[""]
         assert isinstance(whole, CrossedTest)
-        method = "(1 + #random bases with as much) / (B + 1)"
-        yield f"{name}.p", Estimate(value=whole.p, stderr=None, n=whole.share.n, method=method, notes=(note,))
+        yield f"{name}.p", Estimate(value=whole.p, stderr=None, n=whole.share.n, method=P_VALUE, notes=(note,))
 
     def _anisotropy(self, here: Here, kind: str) -> Iterator[tuple[Name, Result]]:
         each = []

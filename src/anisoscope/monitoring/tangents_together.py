@@ -7,8 +7,8 @@ and ``TangentAnalysis`` takes them one by one as ever: so errors and their words
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor
 from anisoscope.errors import AnisoscopeError
 from anisoscope.estimate import Estimate
 from anisoscope.measures.later import eigh_later, fetched
-from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, SPLIT, Asked, Here, Result, labels_of, plain
+from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, P_VALUE, SPLIT, Asked, Here, Result, labels_of, plain
 from anisoscope.monitoring.views import Name, SiteView
 from anisoscope.rows import power_of_two_scale
 from anisoscope.tangent.crossed import CrossedTest
-from anisoscope.tangent.energy import enrichment_of, variance_estimate
+from anisoscope.tangent.energy import VARIANCE, VARIANCE_KNOWN, enrichment_of
 from anisoscope.tangent.proxies import Proxy
 from anisoscope.tangent.seminmf import fit_notes
 from anisoscope.tangent.stacked import (
@@ -38,7 +38,7 @@ from anisoscope.tangent.stacked_types import (
     distance_estimates,
     type_sums,
 )
-from anisoscope.tangent.units import Halves, mean_of_halves
+from anisoscope.tangent.units import GIVEN, Halves
 
 STACKED = ("seminmf", "pca")
 
@@ -130,32 +130,31 @@ def _results(
     table |= _facts(asked, fits, bases, before) | _variances(centred, bases)
     found = fetched(table)
     halves = [{name[2:]: value for name, value in found.items() if name.startswith(f"{half} ")} for half in (0, 1)]
-    tests = tests_of_sites(halves, layout, rank, width, asked.draws)
-    shares = [isoscore_shares(one, len(layout.halves.rows[half]), width) for half, one in enumerate(halves)]
-    distances = correlations = None
-    if sums is not None and isinstance(types, Types):
-        distances, correlations = distance_estimates(found["sums"], types), correlation_estimates(found["drawn"], types)
-    results: dict[str, Mapping[Name, Result]] = {}
-    for site, view in enumerate(views):
-        if not _is_ordinary(found, halves, tests[site], site):
-            continue
-        pairs = _proxies(asked, fits, found, site)
+    assert views[0].g is not None
+    here = Here(views[0], views[0].g, layout.halves, {}, {}, False)  # as all of them are: of one shape and one probe
+    tests = tests_of_sites(halves, layout, rank, width, asked.draws, (asked._note(here),))
+    good = _ordinary(found, halves, tests)
+    if not good:
+        return {}
+    shares = isoscore_shares(halves, [len(rows) for rows in layout.halves.rows], width, good)
+    told = [dict[Name, Result]() for _ in good]
+    _tell_facts(told, asked, here, fits, found, good)
+    _tell_energy(told, asked, here, [tests[site] for site in good], shares, found, good)
+    by_type = _of_types(found, types, layout, good) if sums is not None and isinstance(types, Types) else None
+    pairs = _proxies(asked, fits, found, good)
+    for place, (one, site) in enumerate(zip(told, good, strict=True)):
+        view = views[site]
         assert view.g is not None
-        here = Here(view, view.g, layout.halves, pairs, asked._known(view.site), False)
-        one: dict[Name, Result] = dict(_told_facts(asked, here, found, site))
-        one |= dict(_told_energy(asked, here, tests[site], [half[site] for half in shares], found, site))
+        here = Here(view, view.g, layout.halves, pairs[place], asked._known(view.site), False)
         for part in (asked._reader, asked._matrices):
             one |= asked._attempted(part, here)
         if isinstance(types, AnisoscopeError):
             one["tangent: by_type"] = types
-        elif distances is None or correlations is None:
-            one |= asked._attempted(asked._by_type, here)
         else:
-            one |= dict(_told_types(distances[site], [[kind[site] for kind in two] for two in correlations], layout))
-        results[view.site] = one
-        for kind, pair in pairs.items():
+            one |= asked._attempted(asked._by_type, here) if by_type is None else by_type[place]
+        for kind, pair in pairs[place].items():
             asked._keep(view, kind, pair)
-    return results
+    return {views[site].site: one for one, site in zip(told, good, strict=True)}
 
 
 def _warm(asked: Asked, views: Sequence[SiteView]) -> list[SiteView]:
@@ -247,90 +246,125 @@ def _facts(asked: Asked, fits: Mapping[str, Fits], bases: Tensor, before: Tensor
 
 
 def _variances(centred: Centred, bases: Tensor) -> dict[str, Tensor]:
-    """Of each half and kind: variance inside the basis of the other half, all of it, and the same of the mean."""
+    """Of each half and kind: variance inside the basis of the other half, and all of it."""
     sites, _, _, width, _ = bases.shape
-    scatter, mean = centred.scatter.view(sites, 1, 2, width, width), centred.mean.view(sites, 1, 2, 1, width)
+    scatter = centred.scatter.view(sites, 1, 2, width, width)
     other = bases.flip(2)
     return {
         "variance": ((scatter @ other) * other).sum(dim=(3, 4)),
         "variance of all": centred.total.view(sites, 2),
-        "mean inside": (mean @ other).square().sum(dim=(3, 4)),
-        "mean": mean.square().sum(dim=(1, 3, 4)),
     }
 
 
-def _is_ordinary(
+def _ordinary(
     found: Mapping[str, np.ndarray], halves: Sequence[Mapping[str, np.ndarray]],
-    tests: Sequence[Mapping[str, CrossedTest | str]], site: int,
-) -> bool:  # fmt: skip
-    flags = [value[2 * site : 2 * site + 2].all() for name, value in found.items() if name.endswith(".ordinary")]
-    finite = all(np.isfinite(one[name][site]).all() for one in halves for name in one)
-    left = finite and all((one["traces"][site] > 1e-12).all() and one["whole"][site, 0] > 0 for one in halves)
-    tested = all(isinstance(one[""], CrossedTest) for one in tests)
-    told = "drawn" not in found or bool(np.isfinite(found["drawn"][1, :, site, 0]).all())
-    varied = bool((found["variance"][site] > 0).all() and np.isfinite(found["angles"][:, site]).all())
-    return bool(all(flags) and left and tested and told and varied)
+    tests: Sequence[Sequence[Mapping[str, CrossedTest | str]]],
+) -> list[int]:  # fmt: skip
+    """Sites of which everything can be told; the numbers of the others may be anything."""
+    sites = len(tests)
+    flags = [value.reshape(sites, 2).all(axis=1) for name, value in found.items() if name.endswith(".ordinary")]
+    for half in halves:
+        flags += [np.isfinite(value.reshape(sites, -1)).all(axis=1) for value in half.values()]
+        flags += [(half["traces"] > 1e-12).all(axis=(1, 2)), half["whole"][:, 0] > 0]
+    flags += [(found["variance"] > 0).all(axis=(1, 2)), np.isfinite(found["angles"]).all(axis=(0, 2))]
+    if "drawn" in found:
+        flags.append(np.isfinite(found["drawn"][1, :, :, 0]).all(axis=0))
+    good = np.logical_and.reduce(flags).tolist()
+    return [at for at in range(sites) if good[at] and all(isinstance(one[""], CrossedTest) for one in tests[at])]
 
 
 def _proxies(
-    asked: Asked, fits: Mapping[str, Fits], found: Mapping[str, np.ndarray], site: int
-) -> dict[str, tuple[Proxy, Proxy]]:
-    pairs = {}
+    asked: Asked, fits: Mapping[str, Fits], found: Mapping[str, np.ndarray], sites: Sequence[int]
+) -> list[dict[str, tuple[Proxy, Proxy]]]:
+    pairs: list[dict[str, tuple[Proxy, Proxy]]] = [{} for _ in sites]
+    notes = [fit_notes(settled, f"max_iter={MAX_ITER}", 0, asked.rank) for settled in (False, True)]
     for kind in asked.proxies:
-        fit, each = fits[kind], []
-        for at in (2 * site, 2 * site + 1):
-            facts = {name: float(found[f"{kind}.{name}"][at]) for name in fit.facts}
-            settled = fit.settled is None or bool(found[f"{kind}.settled"][at])
-            notes = fit_notes(settled, f"max_iter={MAX_ITER}", 0, asked.rank)
-            state = None if fit.state is None else fit.state[at]
-            each.append(Proxy(kind, fit.basis[at], asked.rank, facts, notes, state))
-        pairs[kind] = (each[0], each[1])
+        fit = fits[kind]
+        basis = fit.basis.unbind()
+        state = [None] * len(basis) if fit.state is None else fit.state.unbind()
+        facts = {name: found[f"{kind}.{name}"].tolist() for name in fit.facts}
+        settled = [True] * len(basis) if fit.settled is None else found[f"{kind}.settled"].astype(bool).tolist()
+        for pair, site in zip(pairs, sites, strict=True):
+            one, two = (
+                Proxy(
+                    kind, basis[at], asked.rank, {name: values[at] for name, values in facts.items()},
+                    notes[settled[at]], state[at],
+                )
+                for at in (2 * site, 2 * site + 1)
+            )  # fmt: skip
+            pair[kind] = (one, two)
     return pairs
 
 
-def _told_facts(asked: Asked, here: Here, found: Mapping[str, np.ndarray], site: int) -> Iterator[tuple[Name, Result]]:
-    for at, (kind, pair) in enumerate(here.pairs.items()):
-        for fact in ("explained", "sparsity"):
-            if all(fact in proxy.facts for proxy in pair):
-                yield f"{kind}.{fact}", plain([proxy.facts[fact] for proxy in pair], here, f"{fact} of the fit")
+def _tell_facts(
+    told: Sequence[dict[Name, Result]], asked: Asked, here: Here, fits: Mapping[str, Fits],
+    found: Mapping[str, np.ndarray], sites: Sequence[int],
+) -> None:  # fmt: skip
+    """``TangentAnalysis._facts`` of these sites."""
+    for at, kind in enumerate(asked.proxies):
+        columns: list[tuple[str, np.ndarray, str]] = [
+            (fact, found[f"{kind}.{fact}"].reshape(-1, 2), f"{fact} of the fit")
+            for fact in ("explained", "sparsity")
+            if fact in fits[kind].facts
+        ]
         if kind != "pca" and "overlap" in found:
-            yield f"{kind}.pca_overlap", plain(found["overlap"][site, at].tolist(), here, OVERLAP)
-        split, *turned = found["angles"][:, site, at].tolist()
-        yield f"{kind}.split_angle", plain([split], here, SPLIT)
-        if turned:
-            yield f"{kind}.drift", plain(turned, here, DRIFT)
+            columns.append(("pca_overlap", found["overlap"][:, at], OVERLAP))
+        angles = found["angles"][:, :, at].T
+        columns.append(("split_angle", angles[:, :1], SPLIT))
+        if angles.shape[1] > 1:
+            columns.append(("drift", angles[:, 1:], DRIFT))
+        for what, values, method in columns:
+            name, numbers = f"{kind}.{what}", values.tolist()
+            for one, site in zip(told, sites, strict=True):
+                one[name] = plain(numbers[site], here, method)
 
 
-def _told_energy(
-    asked: Asked, here: Here, tests: Sequence[Mapping[str, CrossedTest | str]],
-    shares: Sequence[Sequence[Estimate]], found: Mapping[str, np.ndarray], site: int,
-) -> Iterator[tuple[Name, Result]]:  # fmt: skip
-    for at, kind in enumerate(here.pairs):
-        yield from asked._told_tests(here, kind, tests[at])
-        each = []
-        for half, rows in enumerate(here.halves.rows):
-            inside, n = float(found["variance"][site, at, half]), len(rows)
-            total, size = float(found["variance of all"][site, half]), float(found["mean"][site, half])
-            raw = (inside + n * float(found["mean inside"][site, at, half])) / (total + n * size)
-            each.append(variance_estimate(inside / total, raw, n))
-        variance = replace(mean_of_halves(*each), notes=(*each[0].notes, asked._note(here)))
-        whole = tests[at][""]
-        assert isinstance(whole, CrossedTest)
-        yield f"{kind}.variance_share", variance
-        yield f"{kind}.activation.enrichment", enrichment_of(whole.share, variance)
-        yield f"{kind}.activation.isoscore_share", mean_of_halves(shares[0][at], shares[1][at])
+def _tell_energy(
+    told: Sequence[dict[Name, Result]], asked: Asked, here: Here,
+    tests: Sequence[Sequence[Mapping[str, CrossedTest | str]]], shares: Sequence[Sequence[Estimate]],
+    found: Mapping[str, np.ndarray], sites: Sequence[int],
+) -> None:  # fmt: skip
+    """``TangentAnalysis._activation`` of these sites; the estimates of the tests have the note already."""
+    note = asked._note(here)
+    n = sum(len(rows) for rows in here.halves.rows)
+    # By site, kind and half: the share of the variance in the basis of the other half.
+    inside = found["variance"] / found["variance of all"][:, None]
+    variances = ((inside[:, :, 0] + inside[:, :, 1]) / 2).tolist()
+    method, notes, p_notes = f"{VARIANCE}, cross-fitted", (VARIANCE_KNOWN, note), (note,)
+    for at, kind in enumerate(asked.proxies):
+        name = f"{kind}.activation"
+        keys = {
+            label: [(f"{name}.{what}", label or "all") for what in ("share", "control", "ratio")]
+            for label in tests[0][at]
+        }
+        for one, site, own, share in zip(told, sites, tests, shares, strict=True):
+            for label, test in own[at].items():
+                if isinstance(test, CrossedTest):
+                    first, second, third = keys[label]
+                    one[first], one[second], one[third] = test.share, test.control, test.ratio
+            whole = own[at][""]
+            assert isinstance(whole, CrossedTest)
+            one[f"{name}.p"] = Estimate(value=whole.p, stderr=None, n=whole.share.n, method=P_VALUE, notes=p_notes)
+            variance = Estimate(value=variances[site][at], stderr=None, n=n, method=method, notes=notes)
+            one[f"{kind}.variance_share"] = variance
+            one[f"{name}.enrichment"] = enrichment_of(whole.share, variance, (GIVEN,))
+            one[f"{name}.isoscore_share"] = share[at]
 
 
-def _told_types(
-    distances: Sequence[tuple[Estimate | None, Estimate | None]], correlations: Sequence[Sequence[Estimate | None]],
-    layout: Layout,
-) -> Iterator[tuple[Name, Result]]:  # fmt: skip
-    for where, (own, overall) in zip(layout.labels, distances, strict=True):
-        if own is not None:
-            yield ("own_distance", where), own
-        if overall is not None:
-            yield ("global_distance", where), overall
+def _of_types(
+    found: Mapping[str, np.ndarray], types: Types, layout: Layout, sites: Sequence[int]
+) -> list[dict[Name, Result]]:
+    """``TangentAnalysis._by_type`` of these sites."""
+    own, overall = ([(name, where) for where in layout.labels] for name in ("own_distance", "global_distance"))
+    told: list[dict[Name, Result]] = []
+    for bins in distance_estimates(found["sums"][:, sites], types):
+        pairs = [pair for keys in zip(zip(own, overall, strict=True), bins, strict=True) for pair in zip(*keys)]
+        told.append({key: one for key, one in pairs if one is not None})
+    correlations = correlation_estimates(found["drawn"][:, :, sites], types)
     for centroid, kinds in zip(("own", "global"), correlations, strict=True):
-        for kind, one in zip(("pearson", "spearman"), kinds, strict=True):
-            if one is not None:
-                yield f"frequency.{centroid}_{kind}", one
+        for kind, column in zip(("pearson", "spearman"), kinds, strict=True):
+            name = f"frequency.{centroid}_{kind}"
+            for one, value in zip(told, column, strict=True):
+                if value is not None:
+                    one[name] = value
+    return told

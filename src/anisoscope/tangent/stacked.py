@@ -9,10 +9,9 @@ B draws, K the rank, D the width.
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,19 +19,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
-from anisoscope.measures.uncertainty import Bar, fields
-from anisoscope.tangent.controls import gaussian_draws
 from anisoscope.tangent.crossed import LEAST_NULL, CrossedTest
-from anisoscope.tangent.units import FEWEST, Halves, halves_joined
+from anisoscope.tangent.stacked_controls import Moments, held_draws, of_controls
+from anisoscope.tangent.units import FEWEST, GIVEN, Halves, over_both
 
 WIDE_CELLS = 1 << 27
 ZETA = 0.1  # the default of ``anisotropy_share``
-
-
-@functools.lru_cache(maxsize=4)
-def held_draws(width: int, rank: int, draws: int, seed: int, device: str) -> Float[Tensor, "d b k"]:
-    """The Gaussian draws of a seed, kept on their device: every look and site meets the same ones."""
-    return gaussian_draws(width, rank, draws, seed=seed, device=device)
 
 
 @dataclass(frozen=True)
@@ -109,210 +101,192 @@ def seen_by_half(
     table.index_add_(1, layout.place[half], energies.flatten(0, 1))
     table = table.view(sites, count + 1, units, len(number))
     total = moments.sum(dim=1)
-    covariance = (total - len(at) * means[:, :, None] * means[:, None, :]) / (len(at) - 1)
     if layout.labels:
         table = torch.cat([table, table.sum(dim=3, keepdim=True)], dim=3)
-        moments = torch.cat([moments, total[:, None]], dim=1)
-    z = held_draws(width, rank, draws, seed, str(g.device))
-    small = _Small.of(z.double(), bases.double())
     tight = 8 * rank > width  # as ``Draws.of``: float32 would cancel there
-    random, normal = small.energies(moments, torch.float64 if tight else g.dtype, z, bases)
-    traces, squares, whole = small.left_over(covariance, z.double(), bases.double())
-    return Seen(table[:, 0], table[:, 1:], random, normal, traces, squares, whole)
-
-
-@dataclass(frozen=True)
-class _Small:
-    """Small matrices of draws and bases, float64: ``c = Q^T Z`` and the inverses of ``Z^T Z`` and of what is off Q."""
-
-    c: Float[Tensor, "s p b k k"]
-    inverse: Float[Tensor, "b k k"]
-    off: Float[Tensor, "s p b k k"]
-
-    @classmethod
-    def of(cls, z: Float[Tensor, "d b k"], q: Float[Tensor, "s p d k"]) -> _Small:
-        inner = z.permute(1, 2, 0) @ z.permute(1, 0, 2)
-        c = _against(q, z)
-        off = inner - c.transpose(3, 4) @ c
-        inverses = torch.cat([inner, off.flatten(0, 2)])
-        inverses = torch.cholesky_inverse(torch.linalg.cholesky_ex(inverses)[0])
-        return cls(c, inverses[: len(inner)], inverses[len(inner) :].view_as(off))
-
-    def energies(
-        self, moments: Float[Tensor, "s c d d"], dtype: torch.dtype, z: Tensor, q: Tensor
-    ) -> tuple[Float[Tensor, "s c b"], Float[Tensor, "s p c b"]]:
-        """Energies of random controls and of controls off each basis."""
-        form, across, own = _forms(moments.to(dtype), z.to(dtype), q.to(dtype))
-        mixer = self.c @ self.off
-        random = (form * self.inverse).sum(dim=(3, 4))
-        normal = torch.einsum("scbij,spbij->spcb", form, self.off) - 2 * torch.einsum(
-            "spcbij,spbij->spcb", across, mixer
-        )
-        return random, normal + torch.einsum("spcil,spblj,spbij->spcb", own, self.c, mixer)
-
-    def left_over(
-        self, covariance: Float[Tensor, "s d d"], z: Tensor, q: Tensor
-    ) -> tuple[Float[Tensor, "s p one_plus_b"], Float[Tensor, "s p one_plus_b"], Float[Tensor, "s two"]]:
-        """``tr P C P`` and ``|P C P|^2`` for each basis and its normal controls, and both of C, of trace one."""
-        unit = covariance / covariance.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None]
-        both = torch.stack([unit, unit @ unit], dim=1)
-        form, across, own = _forms(both, z, q)
-        turned = self.c.transpose(3, 4)[:, :, None]
-        mixed = turned @ across
-        off = form[:, None] - mixed - mixed.transpose(4, 5) + turned @ own[:, :, :, None] @ self.c[:, :, None]
-        held = self.off[:, :, None] @ off
-        held_trace = held.diagonal(dim1=4, dim2=5).sum(dim=4)
-        held_square = (held[:, :, 0] * held[:, :, 0].transpose(3, 4)).sum(dim=(3, 4))
-        own_trace = own.diagonal(dim1=3, dim2=4).sum(dim=3)
-        one, two = unit.diagonal(dim1=1, dim2=2).sum(dim=1), both[:, 1].diagonal(dim1=1, dim2=2).sum(dim=1)
-        inside = torch.cat([own_trace[:, :, :, None], held_trace], dim=3)
-        both_squares = torch.cat([own[:, :, 0].square().sum(dim=(2, 3))[:, :, None], held_square], dim=2)
-        traces = one[:, None, None] - inside[:, :, 0]
-        squares = two[:, None, None] - 2 * inside[:, :, 1] + both_squares
-        return traces, squares, torch.stack([one, two], dim=1)
-
-
-def _against(columns: Float[Tensor, "*lead d k"], z: Float[Tensor, "d b k"]) -> Float[Tensor, "*lead b k k"]:
-    """``columns^T Z`` of each draw, float64."""
-    _, b, k = z.shape
-    flat = columns.transpose(-1, -2) @ z.reshape(len(z), -1)
-    return flat.unflatten(-1, (b, k)).transpose(-3, -2).double()
-
-
-def _forms(
-    moments: Float[Tensor, "s c d d"], z: Float[Tensor, "d b k"], q: Float[Tensor, "s p d k"]
-) -> tuple[Float[Tensor, "s c b k k"], Float[Tensor, "s p c b k k"], Float[Tensor, "s p c k k"]]:
-    """``Z^T M Z``, ``Q^T M Z`` and ``Q^T M Q`` of every moment, draw and basis, float64."""
-    _, b, k = z.shape
-    images = (moments @ z.reshape(len(z), -1)).unflatten(3, (b, k))
-    form = (z.permute(1, 2, 0) @ images.permute(0, 1, 3, 2, 4)).double()
-    held = moments[:, None] @ q[:, :, None]
-    own = (q.transpose(2, 3)[:, :, None] @ held).double()
-    return form, _against(held, z), own
+    z = held_draws(width, rank, draws, seed, str(g.device))
+    groups = moments if layout.labels else moments[:, :0]
+    found = of_controls(Moments(groups, total, means, len(at)), bases, z, torch.float64 if tight else g.dtype)
+    return Seen(table[:, 0], table[:, 1:], **vars(found))
 
 
 def tests_of_sites(
-    halves: Sequence[Mapping[str, np.ndarray]], layout: Layout, rank: int, width: int, draws: int
+    halves: Sequence[Mapping[str, np.ndarray]], layout: Layout, rank: int, width: int, draws: int, notes: Sequence[str]
 ) -> list[list[dict[str, CrossedTest | str]]]:
-    """The tests of each site and basis by label, as ``crossed_tests`` has them; "" stands for all tokens."""
-    ready = [_ready(half, layout.number[at].numpy(), rank, width) for at, half in enumerate(halves)]
-    sites, bases = halves[0]["tops"].shape[:2]
-    labels = (*layout.labels, "")
-    share, null = ((ready[0][name] + ready[1][name]) / 2 for name in ("share", "random"))
+    """The tests of each site and basis by label, as ``crossed_tests`` has them; "" stands for all tokens.
+
+    ``notes`` come after those that the estimates have anyway: put in later, each would be made twice.
+    """
+    one, two = both = [_ready(half, layout.number[at].numpy(), rank, width) for at, half in enumerate(halves)]
+    share, null = (one.share.value + two.share.value) / 2, (one.random + two.random) / 2
+    sites, bases, _ = share.shape
     # ``units.p_value`` of all of them
     above = (null[:, None] >= (share - 1e-9 * np.abs(share))[:, :, :, None]).sum(axis=3)
-    p = ((1 + above) / (null.shape[2] + 1)).tolist()
-    return [
-        [
-            {
-                label: _one_test(ready, (site, base, group), rank, width, draws, p[site][base][group])
-                for group, label in enumerate(labels)
-            }
-            for base in range(bases)
-        ]
-        for site in range(sites)
+    p = ((1 + above) / (null.shape[2] + 1)).reshape(-1).tolist()
+    least = LEAST_NULL * rank / width
+    good = np.logical_and.reduce([(half.total > 0) & (half.mean > least) for half in both]).reshape(-1).tolist()
+    n = (one.n + two.n).tolist() * (sites * bases)
+    over = [
+        over_both(f"{a} sequences", f"{b} sequences")
+        for pair in zip(one.units.tolist(), two.units.tolist(), strict=True)
+        for a, b in [*zip(*pair, strict=True)] * bases
     ]
-
-
-def _ready(half: Mapping[str, np.ndarray], number: np.ndarray, rank: int, width: int) -> dict[str, Any]:
-    """Error bars and totals of all sites, bases and groups of one half."""
-    bottom, top = half["bottoms"].transpose(0, 2, 1), half["tops"].transpose(0, 1, 3, 2)
-    total = bottom.sum(axis=2)
-    safe = np.where(total > 0, total, 1.0)
-    normal = half["normal"] / safe[:, None, :, None]
-    under = np.maximum(bottom[:, None] - top, 0) * (rank / (width - rank))
-    under_total = under.sum(axis=3)
-    return {
-        "n": np.append(number, number.sum()) if bottom.shape[1] > len(number) else number,
-        "total": total,
-        "share": top.sum(axis=3) / safe[:, None],
-        "share bar": jackknives(top, np.broadcast_to(bottom[:, None], top.shape)),
-        "mean": normal.mean(axis=3),
-        "sd": normal.std(axis=3, ddof=1) if normal.shape[3] > 1 else np.zeros(normal.shape[:3]),
-        "limit": np.where(under_total > 0, top.sum(axis=3) / np.where(under_total > 0, under_total, 1.0), 0.0),
-        "ratio bar": jackknives(top, under),
-        "units": (bottom > 0).sum(axis=2),
-        "random": half["random"] / safe[:, :, None],
-    }
-
-
-def jackknives(top: np.ndarray, bottom: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``units.jackknife`` along the last axis: standard errors, units that count, and whether there is a bar at all."""
-    total, used = bottom.sum(axis=-1, keepdims=True), bottom > 0
-    count = used.sum(axis=-1)
-    there = (count >= FEWEST) & ~((bottom >= total * (1 - 1e-12)) & used).any(axis=-1)
-    left = np.where(used & there[..., None], total - bottom, 1.0)
-    without = np.where(used, (top.sum(axis=-1, keepdims=True) - top) / left, 0.0)
-    many = np.maximum(count, 1)
-    away = np.where(used, without - (without.sum(axis=-1) / many)[..., None], 0.0)
-    return np.sqrt((many - 1) / many * np.square(away).sum(axis=-1)), count, there
-
-
-def _bar(bars: tuple[np.ndarray, np.ndarray, np.ndarray], at: tuple[int, ...], over: str) -> Bar | None:
-    stderr, count, there = bars
-    return Bar(float(stderr[at]), int(count[at]) - 1, over) if there[at] else None
-
-
-def _one_test(
-    ready: Sequence[dict[str, Any]], at: tuple[int, int, int], rank: int, width: int, draws: int, p: float
-) -> CrossedTest | str:
-    site, _, group = at
-    shares, controls, ratios = [], [], []
-    for one in ready:
-        if not one["total"][site, group] > 0:
-            return "a half has no gradient in these tokens"
-        mean = float(one["mean"][at])
-        if not mean > LEAST_NULL * rank / width:
-            return "no gradient lies outside the basis, so controls have no energy to compare with"
-        n, units = int(one["n"][group]), f"{int(one['units'][site, group])} sequences"
-        share, limit = float(one["share"][at]), float(one["limit"][at])
-        spread = Bar(float(one["sd"][at]) / draws**0.5, draws - 1, f"{draws} normal controls")
-        bar = _bar(one["ratio bar"], at, units) if limit > 0 else None
-        shares.append((share, n, _bar(one["share bar"], at, units)))
-        controls.append((mean, n, spread if draws >= FEWEST else None))
-        ratios.append((share / mean, n, bar and bar.scaled(share / mean / limit)))
-    return CrossedTest(
-        halves_joined(shares, "|G Q|^2 / |G|^2"),
-        halves_joined(controls, "mean share of normal controls"),
-        halves_joined(ratios, "e(Q) / mean_b e(Q_b), normal controls"),
+    words, controls = (GIVEN, *notes), [over_both(*[f"{draws} normal controls"] * 2)] * len(n)
+    told = zip(
+        joined(one.share, two.share, "|G Q|^2 / |G|^2", n, over, words, good),
+        joined(one.control, two.control, "mean share of normal controls", n, controls, words, good),
+        joined(one.ratio, two.ratio, "e(Q) / mean_b e(Q_b), normal controls", n, over, words, good),
         p,
+        strict=True,
+    )
+    labels = (*layout.labels, "")
+    return [
+        [{label: _one_test(both, (site, base, group), next(told), least) for group, label in enumerate(labels)}
+         for base in range(bases)]
+        for site in range(sites)
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Side:
+    """A number of one half, of all sites and bases (and groups) at once: values, and error bars where ``there``."""
+
+    value: np.ndarray
+    stderr: np.ndarray
+    dof: np.ndarray | int
+    there: np.ndarray | bool
+
+
+def joined(
+    one: Side, two: Side, method: str, n: Sequence[int], over: Sequence[str], notes: tuple[str, ...],
+    wanted: Sequence[bool],
+) -> list[Estimate | None]:  # fmt: skip
+    """``units.halves_joined`` of them all, one after the other; None where it is not wanted."""
+    shape = one.value.shape
+    there, dof = (np.broadcast_to(value, shape) for value in (one.there & two.there, one.dof + two.dof))
+    columns = ((one.value + two.value) / 2, one.stderr, two.stderr, there, dof)
+    method = f"{method}, cross-fitted"
+    found: list[Estimate | None] = []
+    for value, a, b, bar, free, rows, units, want in zip(
+        *(column.reshape(-1).tolist() for column in columns), n, over, wanted, strict=True
+    ):
+        if not want:
+            found.append(None)
+        elif bar:
+            stderr = math.hypot(a, b) / 2
+            found.append(Estimate(value=value, stderr=stderr, n=rows, method=method, notes=notes, over=units, dof=free))
+        else:
+            found.append(Estimate(value=value, stderr=None, n=rows, method=method, notes=notes))
+    return found
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """Numbers of one half: of all sites, bases and groups, where bases do not matter of the first of one alone."""
+
+    n: np.ndarray
+    units: np.ndarray
+    total: np.ndarray
+    mean: np.ndarray
+    random: np.ndarray
+    share: Side
+    control: Side
+    ratio: Side
+
+
+def _ready(half: Mapping[str, np.ndarray], number: np.ndarray, rank: int, width: int) -> _Ready:
+    """Error bars and totals. Sequences first, so that sums over them add whole tables; those without energy, as all
+    of the other half, say nothing."""
+    here = np.flatnonzero(half["bottoms"].any(axis=(0, 2)))
+    bottom = np.ascontiguousarray(half["bottoms"].transpose(1, 0, 2)[here])[:, :, None]
+    top = np.ascontiguousarray(half["tops"].transpose(2, 0, 1, 3)[here])
+    total, along = bottom.sum(axis=0), top.sum(axis=0)
+    safe = np.where(total > 0, total, 1.0)
+    share = along / safe
+    stderr, count, there = jackknives(top, bottom)
+    mean, sd = _mean_and_sd(half["normal"] / safe[..., None])
+    draws = half["normal"].shape[3]
+    under = np.maximum(bottom - top, 0) * (rank / (width - rank))
+    beside = under.sum(axis=0)
+    limit = np.where(beside > 0, along / np.where(beside > 0, beside, 1.0), 0.0)
+    rate = share / np.where(mean > 0, mean, 1.0)
+    spread, units, known = jackknives(top, under)
+    scale = np.abs(rate / np.where(limit > 0, limit, 1.0))
+    return _Ready(
+        n=np.append(number, number.sum()) if bottom.shape[3] > len(number) else number,
+        units=np.count_nonzero(bottom[:, :, 0] > 0, axis=0),
+        total=total,
+        mean=mean,
+        random=half["random"] / safe[:, 0, :, None],
+        share=Side(share, stderr, count - 1, there),
+        control=Side(mean, sd / draws**0.5, draws - 1, draws >= FEWEST),
+        ratio=Side(rate, spread * scale, units - 1, known & (limit > 0)),
     )
 
 
-def isoscore_shares(half: Mapping[str, np.ndarray], n: int, width: int) -> list[list[Estimate]]:
-    """``anisotropy_share`` of isoscore_star for each site and basis of one half."""
+def _mean_and_sd(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Along the last axis; no spread of a single one."""
+    count = values.shape[-1]
+    mean = values.mean(axis=-1)
+    away = values - mean[..., None]
+    return mean, np.sqrt(np.square(away, out=away).sum(axis=-1) / max(count - 1, 1))
+
+
+def jackknives(top: np.ndarray, bottom: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``units.jackknife`` along the first axis: standard errors, units that count, and whether there is a bar."""
+    total, used = bottom.sum(axis=0), bottom > 0
+    count = np.count_nonzero(used, axis=0)
+    there = (count >= FEWEST) & (bottom.max(axis=0, initial=0.0) < total * (1 - 1e-12))
+    without = (top.sum(axis=0) - top) / np.where(used & there, total - bottom, 1.0)
+    all_used, many = bool(used.all()), np.maximum(count, 1)
+    if not all_used:
+        without *= used
+    without -= without.sum(axis=0) / many
+    if not all_used:
+        without *= used
+    return np.sqrt((many - 1) / many * np.square(without, out=without).sum(axis=0)), count, there
+
+
+def _one_test(
+    halves: Sequence[_Ready], at: tuple[int, int, int],
+    told: tuple[Estimate | None, Estimate | None, Estimate | None, float], least: float,
+) -> CrossedTest | str:  # fmt: skip
+    share, control, ratio, p = told
+    if share is not None and control is not None and ratio is not None:
+        return CrossedTest(share, control, ratio, p)
+    site, _, group = at
+    for half in halves:
+        if not half.total[site, 0, group] > 0:
+            break
+        if not half.mean[at] > least:
+            return "no gradient lies outside the basis, so controls have no energy to compare with"
+    return "a half has no gradient in these tokens"
+
+
+def isoscore_shares(
+    halves: Sequence[Mapping[str, np.ndarray]], rows: Sequence[int], width: int, sites: Sequence[int]
+) -> list[list[Estimate]]:
+    """The mean over both halves of ``anisotropy_share`` of isoscore_star, for each basis of these sites."""
     keep = 1 - ZETA
 
     def score(trace: np.ndarray, square: np.ndarray) -> np.ndarray:
         ratio = trace**2 / (keep**2 * square + (1 - keep**2) * trace**2 / width)
         return (ratio - 1) / (width - 1)
 
-    deltas = score(half["traces"], half["squares"])
-    whole = score(half["whole"][:, 0], half["whole"][:, 1])
-    name = f"isoscore_star, z={ZETA:g}, plugin"
-    return [
-        [_difference(deltas[site, base] - whole[site], float(whole[site]), name, n) for base in range(deltas.shape[1])]
-        for site in range(len(deltas))
-    ]
-
-
-def _difference(deltas: np.ndarray, whole: float, name: str, n: int) -> Estimate:
-    own, null = float(deltas[0]), deltas[1:]
-    mean, b = float(null.mean()), len(null)
-    bar = Bar(float(null.std(ddof=1)) / b**0.5, b - 1, f"{b} controls") if b >= FEWEST else None
-
-    def part(value: float, what: str) -> Estimate:
-        return Estimate(value=value, stderr=None, n=n, method=what)
-
-    return Estimate(
-        value=own - mean,
-        n=n,
-        method=f"Delta(Q) - mean_b Delta(Q_b) of {name}",
-        notes=("the error bar is that of the controls' mean; the rows are taken as given",),
-        parts={"delta": part(own, f"{name} without Q minus with"), "controls": part(mean, "mean over controls"),
-               "whole": part(whole, f"{name} of the gradient")},
-        **fields(bar),
-    )  # fmt: skip
+    sides = []
+    for half in halves:
+        traces, squares, whole = (half[name][sites] for name in ("traces", "squares", "whole"))
+        deltas = score(traces, squares) - score(whole[:, 0], whole[:, 1])[:, None, None]
+        mean, sd = _mean_and_sd(deltas[:, :, 1:])
+        b = deltas.shape[2] - 1
+        sides.append(Side(deltas[:, :, 0] - mean, sd / b**0.5, b - 1, b >= FEWEST))
+    bases, count = traces.shape[1], traces.shape[0] * traces.shape[1]
+    method, over = f"Delta(Q) - mean_b Delta(Q_b) of isoscore_star, z={ZETA:g}, plugin", f"{b} controls"
+    found = joined(
+        sides[0], sides[1], method, [sum(rows)] * count, [over_both(over, over)] * count, (GIVEN,), [True] * count
+    )
+    each = [one for one in found if one is not None]
+    return [each[at : at + bases] for at in range(0, count, bases)]
 
 
 def mean_angles(a: Float[Tensor, "m d k"], b: Float[Tensor, "m d k"]) -> Float[Tensor, "m"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from anisoscope.errors import OptionError
 from anisoscope.estimate import Estimate
-from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.tangent.frequency import CENTROIDS, CORRELATIONS, SAME
 from anisoscope.tangent.stacked import jackknives
 from anisoscope.tangent.units import FEWEST, stream
@@ -58,6 +58,11 @@ class Types:
             index.to(device), size.double().to(device), count.log().to(device), twice.to(device),
             (weights[0], weights[1]), bins.bin_of(types).numpy(), size.double().numpy(), len(bins),
         )  # fmt: skip
+
+    @cached_property
+    def cells(self) -> list[tuple[_Cell, _Cell]]:
+        """Types by bin: those with a centroid of their own, and all of them."""
+        return [(_Cell.of(self, at, own=True), _Cell.of(self, at, own=False)) for at in range(self.number)]
 
     @property
     def ordinary(self) -> bool:
@@ -147,60 +152,91 @@ def _centred_ranks(
     return (reach.gather(2, places[0]) + reach.gather(2, places[1])) / 2 - (total / 2)[:, None]
 
 
+@dataclass(frozen=True)
+class _Cell:
+    """Types of one bin, of both centroids or of those with an own one alone, and what is told of them at every site."""
+
+    at: Int[np.ndarray, "c"]
+    sizes: Float[np.ndarray, "c"]
+    tokens: int
+    method: str
+    over: str
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, types: Types, number: int, *, own: bool) -> _Cell:
+        here = types.bins == number
+        once = int((here & (types.sizes < 2)).sum()) if own else 0
+        at = np.flatnonzero(here & (types.sizes > 1) if own else here)
+        notes = (f"{once:,} tokens whose type stands here once are left out",) if once else ()
+        sizes, method = types.sizes[at], f"mean distance to the {CENTROIDS[0 if own else 1]}"
+        return cls(at, sizes, int(sizes.sum()), method, f"{len(at)} token types", notes)
+
+
 def distance_estimates(
     sums: Float[np.ndarray, "two s t"], types: Types
 ) -> list[list[tuple[Estimate | None, Estimate | None]]]:
     """``frequency.distances_by_frequency`` of each site: own and overall, by bin."""
-    found: list[list[list[Estimate | None]]] = [[[] for _ in range(types.number)] for _ in range(sums.shape[1])]
-    for which, (name, values) in enumerate(zip(CENTROIDS, sums, strict=True)):
-        for number in range(types.number):
-            at = types.bins == number
-            once = int((at & (types.sizes < 2)).sum()) if which == 0 else 0
-            at = at & (types.sizes > 1) if which == 0 else at
-            for site, one in enumerate(_means(values[:, at], types.sizes[at], name, once)):
-                found[site][number].append(one)
-    return [[(one, two) for one, two in bins] for bins in found]
+    bins = [
+        zip(*(_means(values, cell) for values, cell in zip(sums, cells, strict=True)), strict=True)
+        for cells in types.cells
+    ]
+    return [list(site) for site in zip(*bins, strict=True)]
 
 
-def _means(tops: np.ndarray, sizes: np.ndarray, name: str, once: int) -> Sequence[Estimate | None]:
-    if len(sizes) == 0:
-        return [None] * len(tops)
-    bottoms = np.broadcast_to(sizes, tops.shape)
-    stderr, count, there = jackknives(tops, bottoms)
-    over, tokens = f"{len(sizes)} token types", int(sizes.sum())
-    found = []
-    for site, top in enumerate(tops):
-        bar = Bar(float(stderr[site]), int(count[site]) - 1, over) if there[site] else None
-        notes = () if bar else (f"no error bar: fewer than {FEWEST} independent units with energy",)
-        notes = (*notes, f"{once:,} tokens whose type stands here once are left out") if once else notes
-        value, method = float(top.sum() / sizes.sum()), f"mean distance to the {name}"
-        found.append(Estimate(value=value, n=tokens, method=method, notes=notes, **fields(bar)))
-    return found
+def _means(values: Float[np.ndarray, "s t"], cell: _Cell) -> Sequence[Estimate | None]:
+    if len(cell.at) == 0:
+        return [None] * len(values)
+    tops = values.take(cell.at, axis=1)
+    stderr, _, there = jackknives(tops.T, cell.sizes[:, None])
+    means = (tops.sum(axis=1) / cell.sizes.sum()).tolist()
+    if not there[0]:
+        notes = (f"no error bar: fewer than {FEWEST} independent units with energy", *cell.notes)
+        return [Estimate(value=one, stderr=None, n=cell.tokens, method=cell.method, notes=notes) for one in means]
+    dof = len(cell.at) - 1  # every type has tokens
+    return [
+        Estimate(value=one, stderr=bar, n=cell.tokens, method=cell.method, notes=cell.notes, over=cell.over, dof=dof)
+        for one, bar in zip(means, stderr.tolist(), strict=True)
+    ]
 
 
 def correlation_estimates(drawn: Float[np.ndarray, "two two s b"], types: Types) -> list[list[list[Estimate | None]]]:
     """``frequency.correlation`` by centroid, kind and site; None where one side is constant."""
-    sizes = [weights.shape[1] for weights in types.weights]
+    found = np.stack([drawn[..., 0], *_spreads(drawn[..., 1:])], axis=-1).tolist()
     return [
-        [[_correlation(one, kind, t) for one in sites] for kind, sites in zip(CORRELATIONS, kinds, strict=True)]
-        for t, kinds in zip(sizes, drawn, strict=True)
+        [
+            [_correlation(*one, kind=kind, t=weights.shape[1]) for one in sites]
+            for kind, sites in zip(CORRELATIONS, kinds, strict=True)
+        ]
+        for weights, kinds in zip(types.weights, found, strict=True)
     ]
 
 
-def _correlation(drawn: Float[np.ndarray, "b"], kind: str, t: int) -> Estimate | None:
-    value, spread = float(drawn[0]), drawn[1:]
+def _spreads(drawn: Float[np.ndarray, "two two s b"]) -> tuple[np.ndarray, np.ndarray]:
+    """Standard deviations of the draws, as they are and on Fisher's scale; NaN where most had a constant side."""
+    finite = np.isfinite(drawn)
+    clipped = np.clip(np.where(finite, drawn, 0.0), -1 + 1e-12, 1 - 1e-12)
+    plain, turned = (values.std(axis=3, ddof=1) for values in (clipped, np.arctanh(clipped)))
+    for at in map(tuple, np.argwhere(~finite.all(axis=3)).tolist()):
+        some = clipped[at][finite[at]]
+        enough = len(some) >= drawn.shape[3] / 2
+        plain[at], turned[at] = (some.std(ddof=1), np.arctanh(some).std(ddof=1)) if enough else (np.nan, np.nan)
+    return plain, turned
+
+
+def _correlation(value: float, stderr: float, on_fishers: float, *, kind: str, t: int) -> Estimate | None:
     if not math.isfinite(value):
         return None
-    bootstraps = len(spread)
-    spread = np.clip(spread[np.isfinite(spread)], -1 + 1e-12, 1 - 1e-12)
-    bar, parts = None, {}
-    if len(spread) >= bootstraps / 2 and abs(value) < 1 - 1e-12:
-        stderr = float(spread.std(ddof=1))
-        bar = Bar(stderr, t - 2, f"{t:,} token types (bootstrap)") if stderr > 0 else None
-        reach = 1.959964 * float(np.arctanh(spread).std(ddof=1))
-        for name, side in (("low", -reach), ("high", reach)):
-            limit = math.tanh(math.atanh(value) + side)
-            parts[name] = Estimate(value=limit, stderr=None, n=t, method="95 % limit on Fisher's scale, bootstrap")
-        textbook = (1 - value**2) / math.sqrt(t - 3)
-        parts["fisher stderr"] = Estimate(value=textbook, stderr=None, n=t, method="normal pairs")
-    return Estimate(value=value, n=t, method=kind, parts=parts, **fields(bar))
+    if math.isnan(stderr) or not abs(value) < 1 - 1e-12:
+        return Estimate(value=value, stderr=None, n=t, method=kind)
+    middle, reach = math.atanh(value), 1.959964 * on_fishers
+    limit, textbook = "95 % limit on Fisher's scale, bootstrap", (1 - value**2) / math.sqrt(t - 3)
+    parts = {
+        "low": Estimate(value=math.tanh(middle - reach), stderr=None, n=t, method=limit),
+        "high": Estimate(value=math.tanh(middle + reach), stderr=None, n=t, method=limit),
+        "fisher stderr": Estimate(value=textbook, stderr=None, n=t, method="normal pairs"),
+    }
+    if not stderr > 0:
+        return Estimate(value=value, stderr=None, n=t, method=kind, parts=parts)
+    over = f"{t:,} token types (bootstrap)"
+    return Estimate(value=value, stderr=stderr, n=t, method=kind, over=over, dof=t - 2, parts=parts)

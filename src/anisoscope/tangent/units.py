@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.rows import largest_size, non_finite_rows, power_of_two_scale
 
 FEWEST = 3  # a spread of two numbers is not worth printing
+GIVEN = "given the two fits: how a fit varies with its half is not in the error bar"
 ALONE = "rows were taken as independent; tokens of one sequence are not: give groups for an error bar over sequences"
 
 
@@ -91,15 +93,21 @@ def halves_joined(halves: Sequence[tuple[float, int, Bar | None]], method: str) 
     (one, n, bar_one), (two, m, bar_two) = halves
     bar = None
     if bar_one is not None and bar_two is not None:
-        over = f"{bar_one.over} and {bar_two.over} of the two halves"
+        over = over_both(bar_one.over, bar_two.over)
         bar = Bar(math.hypot(bar_one.stderr, bar_two.stderr) / 2, bar_one.dof + bar_two.dof, over)
     return Estimate(
         value=(one + two) / 2,
         n=n + m,
         method=f"{method}, cross-fitted",
-        notes=("given the two fits: how a fit varies with its half is not in the error bar",),
+        notes=(GIVEN,),
         **fields(bar),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def over_both(one: str, two: str) -> str:
+    """What an error bar of both halves is over; the same few words at every site and look."""
+    return f"{one} and {two} of the two halves"
 
 
 def ratio(
