@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
+import string
 import sys
 import sysconfig
 import warnings
@@ -37,7 +39,7 @@ _DIRECTIVE = re.compile(r"^\s*+(?:\.\. |:[a-z]+ ?[\w ]*:)")
 _UNDERLINE = re.compile(r"^\s*+([-=*~^\"+#])\1{2,}+\s*+$")
 _MARKS = re.compile(r"``|`|\*\*|(?<!\w)\*(?=\w)|(?<=\w)\*(?!\w)|::(?=\s|$)")
 _NO_PROSE = re.compile(r"::=|-{4,}|={4,}| # |\S  ++\S.*\S  ++\S")  # grammars, tables, programs with remarks
-_PROSE = re.compile(r"[A-Za-z ]")
+_LETTERS = dict.fromkeys(map(ord, string.ascii_letters + " "))
 
 
 @cache
@@ -53,10 +55,19 @@ def _documents() -> Iterator[str]:
     for text in _topics():
         yield from filter(None, [prose(text)])
     library = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).as_posix()):
-        parts = path.relative_to(library).parts
-        if parts[0].removesuffix(".py") in sys.stdlib_module_names and not LEFT_OUT & set(parts):
-            yield from filter(None, ["\n\n".join(filter(None, map(prose, docstrings(_source(path)))))])
+    for path in sorted(_modules(str(library), "")):
+        yield from filter(None, ["\n\n".join(filter(None, map(prose, docstrings(_source(library / path)))))])
+
+
+def _modules(folder: str, before: str) -> Iterator[str]:
+    """Paths of modules below a folder. What is left out is not even listed: installed packages lie there too."""
+    for entry in os.scandir(folder):
+        if entry.name in LEFT_OUT or not (before or entry.name.removesuffix(".py") in sys.stdlib_module_names):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _modules(entry.path, f"{before}{entry.name}/")
+        elif entry.name.endswith(".py"):
+            yield before + entry.name
 
 
 def _topics() -> list[str]:
@@ -79,18 +90,26 @@ def docstrings(source: str) -> Iterator[str]:
 
     Parsing the whole library would take several seconds; this takes one.
     """
-    for match in _LITERAL.finditer(source):
-        literal = match["string"]
-        if match["own"] is None or literal is None or literal.lstrip("rRuU")[:3] not in ('"""', "'''"):
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # escapes that Python has come to dislike are its own affair
-                value = ast.literal_eval(match["own"].lstrip() + literal)
-        except (SyntaxError, ValueError):
-            continue
-        if isinstance(value, str):
-            yield inspect.cleandoc(value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # escapes that Python has come to dislike are its own affair
+        found = [
+            _value(match["own"], match["string"]) for match in _LITERAL.finditer(source) if match["own"] is not None
+        ]
+    return (inspect.cleandoc(value) for value in found if value is not None)
+
+
+def _value(own: str, literal: str) -> str | None:
+    """The string that a literal in triple quotes stands for; None for other literals."""
+    body = literal.lstrip("rRuU")
+    if body[:3] not in ('"""', "'''"):
+        return None
+    if "\\" not in body and "\0" not in body:
+        return body[3:-3]  # nothing in it stands for anything else
+    try:
+        value = ast.literal_eval(own.lstrip() + literal)
+    except (SyntaxError, ValueError):
+        return None
+    return value if isinstance(value, str) else None
 
 
 def prose(text: str) -> str:
@@ -107,6 +126,8 @@ def prose(text: str) -> str:
             continue
         joined = _MARKS.sub("", _ROLE.sub("", " ".join(filter(None, lines))))
         joined = re.sub(r"\s{2,}+", " ", joined).strip()
-        if len(joined) >= LEAST_CHARACTERS and len(_PROSE.findall(joined)) >= LEAST_LETTERS * len(joined):
-            kept.append(joined)
+        if len(joined) >= LEAST_CHARACTERS:
+            letters = len(joined) - len(joined.translate(_LETTERS))
+            if letters >= LEAST_LETTERS * len(joined):
+                kept.append(joined)
     return "\n\n".join(kept)
