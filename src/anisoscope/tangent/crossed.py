@@ -103,7 +103,6 @@ def _tested(
     g = rows.index_select(0, at.to(rows.device))
     number = torch.bincount(group, minlength=max(count, 1))
     seconds = torch.stack([gram(part) for part in g.split(number.tolist())])
-    seconds = torch.cat([seconds, seconds.sum(dim=0, keepdim=True)]) if count else seconds
     flat = bases.permute(1, 0, 2).reshape(bases.shape[1], -1).to(g)
     along = (g @ flat).unflatten(1, (len(bases), -1)).double().square().sum(dim=2).T.cpu()
     energies = torch.linalg.vector_norm(g, dim=1).double().square().cpu()
@@ -119,6 +118,9 @@ def _tested(
     if count:
         bottoms = torch.cat([bottoms, bottoms.sum(dim=1, keepdim=True)], dim=1)
         tops = torch.cat([tops, tops.sum(dim=2, keepdim=True)], dim=2)
+        # Energies are linear in the second moment: those of all tokens need no product of their own.
+        random = torch.cat([random, random.sum(dim=0, keepdim=True)])
+        normal = torch.cat([normal, normal.sum(dim=1, keepdim=True)], dim=1)
         number = torch.cat([number, number.sum(dim=0, keepdim=True)])
     return _Tested(number, bottoms, tops, random.cpu(), normal.cpu())
 
