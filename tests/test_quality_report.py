@@ -189,7 +189,8 @@ def bar(value, over="24 sequences", n=1000):
 class Planted:
     """Trainings with a trend in everything. ``link`` ties the changes of rank to those of the accuracy."""
 
-    def __init__(self, link=0.0, steps=STEPS, layers=4, targets=0.05, between=0.0):
+    def __init__(self, link=0.0, steps=STEPS, layers=4, targets=0.05, between=0.0, constant=()):
+        self.constant = constant
         self.link, self.steps, self.layers, self.targets, self.between = link, steps, layers, targets, between
 
     def write(self, writer, cell, variant, seed, rng, model_rank=0.0):
@@ -213,6 +214,11 @@ class Planted:
                     add(f"resid.{layer}", "two_nn", 5 - trend[i] + e[3][i])
                 for layer in (self.layers // 2, self.layers):
                     for measure, k in (("quality.casing", 4), ("quality.token_back_1", 5)):
+                        if measure in self.constant:
+                            note = ("constant label: every scored row has the same one",)
+                            said = Estimate(value=1.0, stderr=None, n=1000, method="planted", notes=note)
+                            probe.add_estimate(said, site=f"resid.{layer}", measure=measure, slice="all")
+                            continue
                         add(f"resid.{layer}", measure, 0.5 + 0.1 * (trend[i] + e[k][i]))
                         add(f"resid.{layer}", f"{measure}.baseline", 0.5)
 
@@ -239,6 +245,24 @@ def test_pairs_are_of_the_middle_and_the_last_layer(tmp_path):
     assert Pair("effective_rank", "quality.casing", LAST) in found
     record = trainings[1].last("effective_rank", MIDDLE)
     assert (record.site, record.step, record.cell) == ("resid.2", 1000, "a seed 1")
+
+
+@pytest.mark.parametrize("models", [1, 5])
+def test_a_probe_with_nothing_to_tell_is_no_pair(tmp_path, models):
+    """A text in small letters: its casing is told right in every row, and is neither counted nor drawn nor tabled."""
+    names = {f"m{i}": {} for i in range(models)}
+    series = read(planted(tmp_path / "run", names, seeds=(0, 1), constant=("quality.casing",)))
+    trainings = read_trainings(series)
+    assert all(one.constant == ("quality.casing",) for one in trainings)
+    assert len(pairs_of(trainings)) == 2 * 2 * 3  # layers, geometry, and without the casing three qualities
+    words = quality_words(series)
+    assert "Left out: casing" in words[0].replace("next token's ", "") and "nothing to tell" in words[0]
+    assert ("of 12 " in " ".join(words)) and "16" not in " ".join(words)
+    assert all("Casing, next" not in table.head for table in quality_tables(series))
+    assert not any(panel.key == "quality-casing" for figure in build_figures(series) for panel in figure.panels)
+    mixed = read(planted(tmp_path / "mixed", {"a": {}, "b": {"constant": ("quality.casing",)}}, seeds=(0,)))
+    assert "Left out of b seed 0: " in quality_words(mixed)[0]
+    assert any(panel.key == "quality-casing" for figure in build_figures(mixed) for panel in figure.panels)
 
 
 def test_a_trend_is_called_a_trend_and_a_link_a_link(tmp_path):

@@ -109,6 +109,17 @@ def test_one_seed_among_models_with_several_is_marked(tmp_path):
     assert regularizer_words([found])[0].endswith("One seed, so nothing is decided: even.")
 
 
+def test_two_seeds_decide_nothing(tmp_path):
+    """However well two seeds agree: there is one degree of freedom, and no way to see what a third would do."""
+    agreeing = {"plain": (0.0, 0.0), "even": (0.1, 0.1001), "damped": (-0.1, -0.1001)}
+    with write_run(tmp_path / "run", gaps=agreeing, seeds={0: 4.0, 1: 5.0}) as reader:
+        (found,) = read_compared([reader])
+    assert difference(found.others[0].pairs, "loss").interval()[0] > 0  # the test that is not made
+    assert regularizer_words([found]) == [
+        "Two seeds: no difference from plain is told apart from what another seed would do."
+    ]
+
+
 def test_one_seed_has_no_interval_and_claims_nothing(tmp_path):
     gaps = {name: mine[:1] for name, mine in GAPS.items()}
     (found,) = read_compared([write_run(tmp_path / "run", gaps, {0: 4.0})])

@@ -24,6 +24,7 @@ from anisoscope.views.quality_pairs import (
     quality_order,
     read_looks,
     read_trainings,
+    short_title,
     stands,
 )
 from anisoscope.views.series import QUALITY, Series, measure_title
@@ -46,10 +47,25 @@ def quality_words(series: Sequence[Series]) -> list[str]:
     if not trainings:
         return []
     return [
+        *_constant_words(trainings),
         *_looks_words([(model, mine, read_looks(mine)) for model, mine in by_model(trainings)]),
         *_compared_words(compare(trainings)),
         "None of this says what moves what: geometry and quality both answer to the data, the optimiser and the time. "
         "A cause needs a training in which the one is changed and the rest is not.",
+    ]
+
+
+def _constant_words(trainings: Sequence[Training]) -> list[str]:
+    """Which probes are no pair of anything, and why."""
+    said: dict[tuple[str, ...], list[str]] = {}
+    for one in trainings:
+        if one.constant:
+            said.setdefault(one.constant, []).append(one.label)
+    few = len(said) == 1 and len(next(iter(said.values()))) == len(trainings)
+    return [
+        f"Left out{'' if few else f' of {listed(labels)}'}: {listed([short_title(name) for name in names])}. Every row "
+        "of the looks has the same label, so there is nothing to tell."
+        for names, labels in said.items()
     ]
 
 
@@ -87,7 +103,8 @@ def _looks_words(models: Sequence[tuple[str, list[Training], list[Looks]]]) -> l
         return []
     several = len(models) > 1
     seen = [
-        f"{sum(stands(one.level, one.level_q) for one in looks)} of {len(looks)}{f' ({model})' if several else ''}"
+        f"{sum(stands(one.level, one.level_q) for one in looks)} of {sum(one.level.known for one in looks)}"
+        f"{f' ({model})' if several else ''}"
         for model, _, looks in models
     ]
     said = [
@@ -143,15 +160,16 @@ def _compared_words(compared: Compared | None) -> list[str]:
         said.append(_too_few(compared))
     else:
         kept = [one for one in compared.pairs if stands(one.over, one.over_q)]
+        varied = sum(one.over is not None and one.over.known for one in compared.pairs)
         what = f"{compared.count} models (means over seeds)" if unit == "model" else f"{runs} seeds of one model"
         found = _named([(one.pair, one.over) for one in kept if one.over])
         said.append(
-            f"Over {what} at their last look, {_count(len(kept))} of {len(compared.pairs)} pairs "
+            f"Over {what} at their last look, {_count(len(kept))} of {varied} pairs "
             f"{'correlates' if len(kept) == 1 else 'correlate'} after the Benjamini-Hochberg correction and without "
             f"any one {unit}{': ' + found if kept else _largest(compared)}."
         )
         said += _carried(compared)
-    inside = [one for one in compared.pairs if one.inside is not None]
+    inside = [one for one in compared.pairs if one.inside is not None and one.inside.known]
     if inside and inside[0].inside is not None:
         kept = [one for one in inside if stands(one.inside, one.inside_q)]
         found = _named([(one.pair, one.inside) for one in kept if one.inside])

@@ -21,6 +21,7 @@ from anisoscope.views.quality_pairs import (
     by_model,
     compare,
     course_of,
+    is_constant,
     last_values,
     quality_order,
     read_looks,
@@ -48,9 +49,8 @@ def quality_figures(series: Sequence[Series]) -> tuple[Figure, ...]:
 def _battery(shelves: Sequence[Shelf], trainings: Sequence[Training]) -> tuple[Figure, ...]:
     """Every number of the battery over steps, models as colours, the middle layer dashed."""
     place, axis = common_axis(shelves)
-    names = unique(
-        (m for s in shelves for m in s.measures if is_quality(m) and not m.endswith(BASELINE)), quality_order
-    )
+    battery = (m for s in shelves for m in s.measures if is_quality(m) and not m.endswith(BASELINE))
+    names = [name for name in unique(battery, quality_order) if not _flat(shelves, name)]
     layers = {shelf.label: _layers(shelf, trainings) for shelf in shelves}
     panels = []
     for name in names:
@@ -69,6 +69,8 @@ def _battery(shelves: Sequence[Shelf], trainings: Sequence[Training]) -> tuple[F
             panels.append(
                 Panel(key=key, title=title, x=axis, y=y, lines=tuple(lines), references=_baseline(shelves, name))
             )
+    if not panels:
+        return ()
     several = {layer for places in layers.values() for layer in places}
     toggles = [Toggle(kind="model", value=s.label, role=i, dash=None, on=True) for i, s in enumerate(shelves)]
     switches = [
@@ -91,6 +93,11 @@ def _battery(shelves: Sequence[Shelf], trainings: Sequence[Training]) -> tuple[F
             toggles=(*(toggles if len(toggles) > 1 else ()), *switches, *seed_toggles(own)),
         ),
     )
+
+
+def _flat(shelves: Sequence[Shelf], name: str) -> bool:
+    """Whether the label of a probe is the same in every row of every model."""
+    return all(is_constant(r) for shelf in shelves for site in shelf.sites(name) for r in shelf.get(name, site))
 
 
 def _layers(shelf: Shelf, trainings: Sequence[Training]) -> dict[str, str]:

@@ -39,6 +39,7 @@ OF_MODEL = ("loss", ACCURACY)
 GEOMETRY = ("anisotropy", "rank", "dimension", "local", "paths")
 MIDDLE, LAST = "middle layer", "last layer"
 SIGNIFICANT = 0.05
+CONSTANT = "constant label"  # how the note begins of a probe whose every row has the same label
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Training:
     """One training with a battery of quality: its numbers over steps by measure and place (a layer, or the model).
 
     ``targets`` tells the tokens that its accuracy is over: trainings are compared only where these are the same.
+    ``constant`` names probes that are no course, since their label is the same in every row: nothing can go with them.
     """
 
     label: str
@@ -54,6 +56,7 @@ class Training:
     sites: dict[str, str]
     courses: dict[tuple[str, str], dict[int, Record]]
     targets: tuple[float, int] | None
+    constant: tuple[str, ...] = ()
 
     @property
     def last_step(self) -> int:
@@ -126,6 +129,11 @@ class Compared:
 def read_trainings(series: Iterable[Series]) -> list[Training]:
     """Every single training that has a battery of quality, seeds apart."""
     return [found for one in series for cell in cells_of(one) if (found := _training(cell, one)) is not None]
+
+
+def is_constant(record: Record) -> bool:
+    """Whether a probe had nothing to tell: every row has the same label."""
+    return is_quality(record.measure) and any(note.startswith(CONSTANT) for note in record.estimate.notes)
 
 
 def short_title(measure: str) -> str:
@@ -247,13 +255,18 @@ def _training(cell: Series, of: Series) -> Training | None:
             courses.setdefault((record.measure, names[record.site]), {})[record.step] = record
     targets = courses.get((ACCURACY + BASELINE, MODEL_SITE), {})
     last = targets[max(targets)].estimate if targets else None
+    own = {key: course for key, course in courses.items() if not key[0].endswith(BASELINE)}
+    varied = {key: course for key, course in own.items() if not any(map(is_constant, course.values()))}
+    if not varied:
+        return None
     return Training(
         label=cell.label,
         seed=cell.label if cell.seed is None else cell.seed,
         model=(f"{of.run} · {of.variant}" if of.run else of.variant) or cell.label,
         sites=places,
-        courses={key: course for key, course in courses.items() if not key[0].endswith(BASELINE)},
+        courses=varied,
         targets=None if last is None else (last.value, last.n),
+        constant=tuple(unique((name for name, _ in own if all(name != other for other, _ in varied)), quality_order)),
     )
 
 

@@ -18,7 +18,7 @@ from anisoscope.views.layout import axis_title, direction
 from anisoscope.views.names import MODEL_SITE
 from anisoscope.views.numbers import digits_of, interval_words, shown
 from anisoscope.views.panels import Axis, Figure, Line, Panel, Table, Toggle
-from anisoscope.views.seeds import framed, over_seeds
+from anisoscope.views.seeds import LEAST_SEEDS, framed, over_seeds
 from anisoscope.views.series import FIRST_SLICE, is_stream, measure_title
 
 LOSS = "loss"
@@ -264,18 +264,19 @@ def regularizer_words(compared: Sequence[Compared]) -> list[str]:
         for other in one.others:
             gap = difference(other.pairs, LOSS)
             interval = gap.interval()
-            if interval is not None:
+            if interval is not None and gap.n >= LEAST_SEEDS:
                 side = "higher" if interval[0] > 0 else "lower" if interval[1] < 0 else "not told apart from"
                 found[side].append(f"{other.name} {digits_of(gap.value, gap.stderr, plus=True)}")
         parts = [f"{side}{' than' if side in ('higher', 'lower') else ''} {one.plain}: {', '.join(names)}"
                  for side, names in found.items() if names]  # fmt: skip
-        lone = [other.name for other in one.others if len(other.pairs) == 1]
+        lone = [other.name for other in one.others if len(other.pairs) < LEAST_SEEDS]
+        fewest = "One seed" if min(len(other.pairs) for other in one.others) == 1 else "Two seeds"
         if parts:
-            none = f" One seed, so nothing is decided: {', '.join(lone)}." if lone else ""
+            none = f" {fewest}, so nothing is decided: {', '.join(lone)}." if lone else ""
             many = " Each by its own 95 % interval, uncorrected for their number." if len(one.others) > 1 else ""
             said.append(f"Held-out loss at the last look, in nats, {'; '.join(parts)}.{many}{none}")
         else:
-            said.append(f"One seed: no difference from {one.plain} is told apart from what another seed would do.")
+            said.append(f"{fewest}: no difference from {one.plain} is told apart from what another seed would do.")
     return said
 
 
