@@ -7,19 +7,20 @@ the plain measures, site by site. Letters: S sites, N rows, D the width, R eigen
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
 from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order, unless_biased
 from anisoscope.measures.later import eigh_later, fetched
-from anisoscope.measures.spectrum import GRAM_LIMIT, Top
+from anisoscope.measures.spectrum import GRAM_LIMIT
 from anisoscope.measures.stacked_neighbors import begin_two_nn
 from anisoscope.measures.uncertainty import Bar, fields, spread_runs
 
@@ -62,12 +63,7 @@ def begin(rows: Sequence[Float[Tensor, "n d"]], names: Sequence[str]) -> Finish:
                 table.update(_of_spectrum(sums, *later()))
         found = fetched(table)
         dimensions = neighbours() if neighbours is not None else [None] * len(rows)
-        over = spread_runs(rows[0], n).over
-        out: list[dict[str, Estimate] | None] = []
-        for site in range(len(rows)):
-            here = {name: np.asarray(value[site]) for name, value in found.items()}
-            out.append(_told(here, names, n, width, over, dimensions[site]))
-        return out
+        return _told(found, names, n, width, dimensions)
 
     return finish
 
@@ -94,8 +90,7 @@ class _Sums:
         mean, scatter, fourth, some = (joined.pop(name) for name in ("mean", "scatter", "fourth", "rows"))
         covariance = scatter / (n - 1)
         total = covariance.diagonal(dim1=1, dim2=2).sum(dim=1)
-        groups = spread_runs(rows[0], n).blocks.shape[0]
-        return cls(n, mean, covariance, total, fourth, some, groups, joined)
+        return cls(n, mean, covariance, total, fourth, some, _cut(n)[0], joined)
 
     def means(self, influence: Float[Tensor, "s m"]) -> Float[Tensor, "s g"]:
         """Of each block of rows."""
@@ -126,7 +121,7 @@ def _sums(rows: Float[Tensor, "s n d"], *, directions: bool) -> dict[str, Tensor
 def _runs(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s g l d"]:
     """``spread_runs`` of each site."""
     n = rows.shape[1]
-    groups, length, _ = spread_runs(torch.empty(n, 0), n).blocks.shape
+    groups, length, _ = _cut(n)
     stride = n // groups
     return rows[:, : groups * stride].unflatten(1, (groups, stride))[:, :, :length]
 
@@ -204,85 +199,103 @@ def _biases(values: Float[Tensor, "s r"], dof: int) -> tuple[Float[Tensor, "s"],
 
 
 def _told(
-    here: dict[str, np.ndarray], names: Sequence[str], n: int, width: int, over: str, dimension: Estimate | None
-) -> dict[str, Estimate] | None:
-    """The estimates of one site, or None where it is not ordinary."""
-    if not all(np.isfinite(value).all() for value in here.values()):
-        return None
-    if not ORDINARY[0] < float(here["size"].max()) < ORDINARY[1]:
-        return None
-    if "total" in here:
-        rounding = 4 * EPS * float(here["mean"])
-        if float(here["total"]) * (n - 1) <= n * width * rounding**2:
-            return None
-        if not 1 / FLOAT32_SIZE < float(here["total"]) * (n - 1) / n < FLOAT32_SIZE:
-            return None
-    if "values" in here:
-        values = here["values"]
-        if not values[-1] > max(values[0] * GRAM_LIMIT, FLOAT32_SPREAD * values.sum()):
-            return None
-    if "length" in here and not SAFE[0] < here["length"][0] <= here["length"][1] < SAFE[1]:
-        return None
+    found: dict[str, np.ndarray], names: Sequence[str], n: int, width: int, dimensions: Sequence[Estimate | None]
+) -> list[dict[str, Estimate] | None]:
+    """The estimates of each site, or None where it is not ordinary."""
+    good = _ordinary(found, n, width)
+    sites = np.flatnonzero(good).tolist()
+    here = found if good.all() else {name: value[sites] for name, value in found.items()}
     makers = {
-        "spectral_ratio": _spectral_ratio, "mean_cosine": _mean_cosine, "isoscore": _isoscore,
-        "effective_rank": _effective_rank,
+        "spectral_ratio": _spectral_ratios, "mean_cosine": _mean_cosines, "isoscore": _isoscores,
+        "effective_rank": _effective_ranks,
     }  # fmt: skip
-    found: dict[str, Estimate] = {}
-    for name in names:
-        one = dimension if name == "two_nn" else makers[name](here, n, width, over)
-        if one is None:
-            return None
-        found[name] = one
-    return found
+    columns = [
+        [dimensions[site] for site in sites] if name == "two_nn" else list(makers[name](here, n, width))
+        for name in names
+    ]
+    out: list[dict[str, Estimate] | None] = [None] * len(good)
+    for place, site in enumerate(sites):
+        each = {name: one for name, column in zip(names, columns, strict=True) if (one := column[place]) is not None}
+        out[site] = each if len(each) == len(columns) else None
+    return out
 
 
-def _bar(means: np.ndarray, n: int, over: str) -> Bar:
+def _ordinary(found: dict[str, np.ndarray], n: int, width: int) -> Bool[np.ndarray, "s"]:
+    size = found["size"]
+    flags = [np.isfinite(value.reshape(len(size), -1)).all(axis=1) for value in found.values()]
+    flags += [size > ORDINARY[0], size < ORDINARY[1]]
+    if "total" in found:
+        spread, rounding = found["total"] * (n - 1), 4 * EPS * found["mean"]
+        flags += [spread > n * width * rounding**2, spread / n > 1 / FLOAT32_SIZE, spread / n < FLOAT32_SIZE]
+    if "values" in found:
+        values = found["values"]
+        flags.append(values[:, -1] > np.maximum(values[:, 0] * GRAM_LIMIT, FLOAT32_SPREAD * values.sum(axis=1)))
+    if "length" in found:
+        least, most = found["length"].T
+        flags += [least > SAFE[0], most < SAFE[1]]
+    return np.asarray(np.logical_and.reduce(flags))
+
+
+@functools.lru_cache(maxsize=16)
+def _cut(n: int) -> tuple[int, int, str]:
+    """How ``spread_runs`` cuts so many rows: blocks, rows in each, and what their spread is over."""
+    runs = spread_runs(torch.empty(n, 0), n)
+    return runs.blocks.shape[0], runs.blocks.shape[1], runs.over
+
+
+def _bars(means: Float[np.ndarray, "s g"], n: int) -> list[Bar]:
     """As ``ErrorRows.bar``, from the means over blocks."""
-    count = len(means)
-    rows = spread_runs(torch.empty(n, 0), n).blocks.shape[1] * count
-    return Bar(math.sqrt(float(means.var(ddof=1)) / count * (rows / n)), count - 1, over)
+    count, length, over = _cut(n)
+    stderr = np.sqrt(means.var(axis=1, ddof=1) / count * (count * length / n))
+    return [Bar(one, count - 1, over) for one in stderr.tolist()]
 
 
-def _spectral_ratio(here: dict[str, np.ndarray], n: int, width: int, over: str) -> Estimate:
-    total = float(here["total"])
-    lead = Top(torch.from_numpy(here["values"].copy()), torch.empty(0), total)
-    bias = min(lead.first_bias(n - 1) / total, 1.0)
-    bar, notes = unless_biased(
-        _bar(here["lead means"], n, over), bias, "the leading eigenvalue is not separated from the rest"
-    )
-    return Estimate(value=lead.first / total, n=n, method="lambda_1 / sum lambda", notes=notes, **fields(bar))
+def _spectral_ratios(here: dict[str, np.ndarray], n: int, width: int) -> Iterator[Estimate]:
+    total, values = here["total"], here["values"]
+    bias = np.minimum(_first_biases(values, total, n - 1) / total, 1.0).tolist()
+    ratio, method = (values[:, 0] / total).tolist(), "lambda_1 / sum lambda"
+    for value, found, off in zip(ratio, _bars(here["lead means"], n), bias, strict=True):
+        bar, notes = unless_biased(found, off, "the leading eigenvalue is not separated from the rest")
+        yield Estimate(value=value, n=n, method=method, notes=notes, **fields(bar))
 
 
-def _effective_rank(here: dict[str, np.ndarray], n: int, width: int, over: str) -> Estimate:
-    bar, notes = unless_biased(
-        _bar(here["rank means"], n, over), float(here["rank bias"]), "the spectrum of a sample is spread out"
-    )
+def _first_biases(values: Float[np.ndarray, "s r"], total: Float[np.ndarray, "s"], dof: int) -> Float[np.ndarray, "s"]:
+    """``Top.first_bias`` of each site."""
+    first, others = values[:, :1], values[:, 1:]
+    gaps, rest = np.maximum(first - others, 1e-300), np.maximum(total - values.sum(axis=1), 0)
+    with np.errstate(over="ignore"):  # equal eigenvalues: a bias without bound
+        return first[:, 0] / dof * ((others / gaps).sum(axis=1) + rest / gaps[:, -1])
+
+
+def _effective_ranks(here: dict[str, np.ndarray], n: int, width: int) -> Iterator[Estimate]:
     method = "exp entropy of sigma / sum sigma"
-    return Estimate(value=float(here["rank"]), n=n, method=method, notes=notes, **fields(bar))
+    bars, bias = _bars(here["rank means"], n), here["rank bias"].tolist()
+    for value, found, off in zip(here["rank"].tolist(), bars, bias, strict=True):
+        bar, notes = unless_biased(found, off, "the spectrum of a sample is spread out")
+        yield Estimate(value=value, n=n, method=method, notes=notes, **fields(bar))
 
 
-def _isoscore(here: dict[str, np.ndarray], n: int, width: int, over: str) -> Estimate | None:
-    unit = float(here["total"])
-    frobenius, radial = float(here["square"]) / unit**2, float(here["fourth"]) / unit**2 / (n - 1)
+def _isoscores(here: dict[str, np.ndarray], n: int, width: int) -> Iterator[Estimate | None]:
+    unit = here["total"]
+    frobenius, radial = here["square"] / unit**2, here["fourth"] / unit**2 / (n - 1)
     scale = (n - 1) / (n * (n - 2) * (n - 3))
-    square = scale * (2 * frobenius + (n * n - 3 * n + 1) - n * radial)
+    squares = scale * (2 * frobenius + (n * n - 3 * n + 1) - n * radial)
     frobenius = scale * ((n - 1) * (n - 2) * frobenius + 1 - n * radial)
-    if not (frobenius > 1e-12 and square > 0):
-        return None
-    ratio = square / frobenius
-    bar = second_order(_bar(here["isoscore means"], n, over), ratio, n, 1.0)
-    assert bar is not None
-    return Estimate(
-        value=(ratio - 1) / (width - 1),
-        n=n,
-        method="(PR - 1) / (D - 1), corrected",
-        **fields(bar.scaled(1 / (width - 1))),
-    )
+    method = "(PR - 1) / (D - 1), corrected"
+    for square, one, found in zip(squares.tolist(), frobenius.tolist(), _bars(here["isoscore means"], n), strict=True):
+        if not (one > 1e-12 and square > 0):
+            yield None
+            continue
+        bar = second_order(found, square / one, n, 1.0)
+        assert bar is not None
+        value = (square / one - 1) / (width - 1)
+        yield Estimate(value=value, n=n, method=method, **bar.scaled(1 / (width - 1)).fields())
 
 
-def _mean_cosine(here: dict[str, np.ndarray], n: int, width: int, over: str) -> Estimate:
-    value = (float(here["cosine"]) - n) / (n * (n - 1))
-    bar = _bar(2 * ((here["along"] - 1) / (n - 1) - value), n, over)
-    degenerate = 2 * float(here["pairs"]) / n**2
-    bar = Bar(math.sqrt(max(bar.stderr**2 - degenerate, degenerate / 2)), bar.dof, bar.over)
-    return Estimate(value=value, n=n, method="closed form over all pairs", **fields(bar))
+def _mean_cosines(here: dict[str, np.ndarray], n: int, width: int) -> Iterator[Estimate]:
+    value = (here["cosine"] - n) / (n * (n - 1))
+    bars = _bars(2 * ((here["along"] - 1) / (n - 1) - value[:, None]), n)
+    for one, bar, degenerate in zip(value.tolist(), bars, (2 * here["pairs"] / n**2).tolist(), strict=True):
+        stderr = math.sqrt(max(bar.stderr**2 - degenerate, degenerate / 2))
+        method = "closed form over all pairs"
+        yield Estimate(value=one, stderr=stderr, n=n, method=method, over=bar.over, dof=bar.dof)

@@ -19,7 +19,7 @@ from anisoscope.measures.found import Found
 from anisoscope.measures.later import beside, fetched, side_stream
 from anisoscope.measures.neighbors_fused import can_fuse, has_triton, search_fused
 from anisoscope.measures.neighbors_gpu import mended, search, settle
-from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES, Bar, fields
+from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES
 
 WIDE_CELLS = 1 << 27  # held as float64 at a time
 MIN_ROWS = 64  # of a subsample, as ``two_nn`` asks for
@@ -39,9 +39,11 @@ def begin_two_nn(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | N
             numbers = fetched(table) if table else {}
             found: list[Estimate | None] = [None] * len(rows)
             for at, one in enumerate(searched):
-                for place, site in enumerate(one.sites):
-                    here = {name: numbers[f"{at} {name}"][place] for name in one.table}
-                    found[site] = _estimate(one.points[place], one.found[place], rows.shape[1], here)
+                here = {name: numbers[f"{at} {name}"] for name in one.table}
+                _make_certain(one, here)
+                n = one.points.shape[1]
+                for site, estimate in zip(one.sites, _told(here, n, rows.shape[1] - n), strict=True):
+                    found[site] = estimate
             return found
 
     return finish
@@ -79,7 +81,7 @@ def _searched(
 
 
 def _tabled(points: Float[Tensor, "s n d"]) -> tuple[list[Found], dict[str, Tensor]]:
-    """What was found of each site; sums of the slopes, how many rows are not certain, sums of the subsamples' slopes."""
+    """What was found of each site; sums of slopes, how many rows are not certain, sums of the subsamples' slopes."""
     if can_fuse(points[0], 2):
         found = mended(points, 2, search_fused(points, 2, 1.0))
     else:
@@ -91,13 +93,14 @@ def _tabled(points: Float[Tensor, "s n d"]) -> tuple[list[Found], dict[str, Tens
     }
 
 
-def _estimate(points: Float[Tensor, "m d"], found: Found, n: int, here: dict[str, np.ndarray]) -> Estimate | None:
-    if int(here["unsettled"]) and np.isfinite(here["sums"]).all():
-        certain = settle(points, 2, 1.0, found)  # few rows, as a rule
-        here |= {name: value[0] for name, value in fetched(_fitted(certain.distances[None])).items()}
-    if np.isnan(here["bars"]).any():
-        here["bars"] = fetched({"bars": _plain_subsamples(points[None])})["bars"][0]
-    return _told(here, len(points), n - len(points))
+def _make_certain(one: _Searched, here: dict[str, np.ndarray]) -> None:
+    """Put right what was not certain, at few sites and rows as a rule."""
+    for place in np.flatnonzero((here["unsettled"] > 0) & np.isfinite(here["sums"]).all(axis=1)).tolist():
+        certain = settle(one.points[place], 2, 1.0, one.found[place])
+        for name, value in fetched(_fitted(certain.distances[None])).items():
+            here[name][place] = value[0]
+    for place in np.flatnonzero(np.isnan(here["bars"]).any(axis=(1, 2))).tolist():
+        here["bars"][place] = fetched({"bars": _plain_subsamples(one.points[place][None])})["bars"][0]
 
 
 def _copies(rows: Float[Tensor, "s n d"]) -> tuple[Bool[Tensor, "s n"], Bool[Tensor, "s"]]:
@@ -181,17 +184,21 @@ def _cut(n: int) -> tuple[int, int, int]:
     return blocks, stride, min(max(SUBSAMPLE_ROWS, MIN_ROWS), stride)
 
 
-def _told(here: dict[str, np.ndarray], n: int, copies: int) -> Estimate | None:
-    """The estimate, or None where some row has no ratio or some slope is not positive."""
-    bars = here["bars"]
-    if not all(np.isfinite(value).all() for value in here.values()):
-        return None
-    if here["least"] <= 0 or (bars <= 0).any() or (here["sums"] <= 0).any():
-        return None
-    value = float(here["sums"][0] / here["sums"][1])
-    logs = np.log(bars[:, 0] / bars[:, 1])
-    length = _cut(n)[2]
-    spread = float(logs.std(ddof=1)) * math.sqrt(length / n)
-    bar = Bar(value * spread, len(bars) - 1, f"rows, from {len(bars)} disjoint subsamples")
+def _told(here: dict[str, np.ndarray], n: int, copies: int) -> Iterator[Estimate | None]:
+    """The estimate of each site, or None where some row has no ratio or some slope is not positive."""
+    bars, sums = here["bars"], here["sums"]
+    good = np.logical_and.reduce(
+        [np.isfinite(value.reshape(len(sums), -1)).all(axis=1) for value in here.values()]
+        + [here["least"] > 0, (bars > 0).all(axis=(1, 2)), (sums > 0).all(axis=1)]
+    )
+    bars, sums = np.where(good[:, None, None], bars, 1.0), np.where(good[:, None], sums, 1.0)
+    value, blocks = sums[:, 0] / sums[:, 1], bars.shape[1]
+    spread = np.log(bars[:, :, 0] / bars[:, :, 1]).std(axis=1, ddof=1) * math.sqrt(_cut(n)[2] / n)
+    method, over = "TwoNN, facco", f"rows, from {blocks} disjoint subsamples"
     notes = (f"{copies:,} of {n + copies:,} rows were exact copies of earlier ones and were dropped",) if copies else ()
-    return Estimate(value=value, n=n, method="TwoNN, facco", notes=notes, **fields(bar))
+    for told, one, stderr in zip(good.tolist(), value.tolist(), (value * spread).tolist(), strict=True):
+        yield (
+            Estimate(value=one, stderr=stderr, n=n, method=method, notes=notes, over=over, dof=blocks - 1)
+            if told
+            else None
+        )
