@@ -144,7 +144,9 @@ def classify(innermost: FrameType) -> tuple[str, str, int] | None:
 
 def decisive(frame: FrameType, file: str, owner: str) -> str:
     """The kind that this frame alone settles, or nothing. Frames of ours inside a module's call are hooks."""
-    if file.startswith("<frozen importlib") or (frame.f_code.co_name == "<module>" and file != __file__):
+    if file.startswith("<frozen importlib") or (
+        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
+    ):
         return IMPORTS
     if owner and not owner.startswith("models."):
         return ""
