@@ -6,11 +6,12 @@ Nothing here stops at an error: what fails is a ``Failure`` in the place of its 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -42,7 +43,17 @@ class What:
     seed: int
     slices: tuple[str, ...] = (ALL,)
 
-    @property
+    @cached_property
+    def along_turns(self) -> tuple[str, ...]:
+        """Measures of the paths of tokens."""
+        return tuple(name for name in self.measures if lookup(name).needs().turns)
+
+    @cached_property
+    def of_gradients(self) -> tuple[str, ...]:
+        """Names of what is told of gradients."""
+        return gradient_names(self.gradient_measures)
+
+    @cached_property
     def global_measures(self) -> tuple[str, ...]:
         """Those that slices are measured with: neighbours and token paths are told of all tokens alone."""
         needs = {name: lookup(name).needs() for name in self.measures}
@@ -68,10 +79,12 @@ class Book:
         # The store refuses a second result in one place, and with it the whole probe: better to refuse it here.
         if not self._claim("curve" if isinstance(result, Curve) else "result", site, measure, where):
             raise OptionError(f"{measure!r} over {where!r} was given twice at site {site!r}; names must differ")
-        place = {"run": self.run, "step": self.step, "cell": self.cell, "site": site, "slice": where}
         if isinstance(result, Estimate):
-            self.records.append(Record(**place, measure=measure, estimate=result))  # type: ignore[arg-type]
+            run, step, cell = self.run, self.step, self.cell
+            one = Record(run=run, step=step, site=site, measure=measure, slice=where, estimate=result, cell=cell)
+            self.records.append(one)
         elif isinstance(result, Curve):
+            place = {"run": self.run, "step": self.step, "cell": self.cell, "site": site, "slice": where}
             self.curves.append(replace(result, name=measure, **place))  # type: ignore[arg-type]
         else:
             raise OptionError(f"{measure!r} gave {type(result).__name__}; give an Estimate or a Curve")
@@ -87,9 +100,10 @@ class Book:
         self.failures.append(Failure(**place, site=site, measure=measure, slice=where, error=words))  # type: ignore[arg-type]
 
     def _claim(self, *place: str) -> bool:
-        free = place not in self._taken
+        if place in self._taken:
+            return False
         self._taken.add(place)
-        return free
+        return True
 
     def attempt(self, site: str, measure: str, make: Callable[[], Estimate]) -> None:
         """Enter what ``make`` gives, or why it cannot."""
@@ -104,7 +118,7 @@ def enter_look(book: Book, look: Look, what: What) -> None:
     if look.loss is not None:
         book.attempt(MODEL, "loss", lambda: _loss(look))
     for site, why in look.silent.items():
-        for name in (*what.measures, *_gradient_names(what)):
+        for name in (*what.measures, *what.of_gradients):
             book.fail(site, name, why)
     if look.views:
         # The model may run in bfloat16 or TF32; what is measured of it must not.
@@ -226,10 +240,9 @@ def _loss(look: Look) -> Estimate:
 
 
 def _enter_states(book: Book, view: SiteView, what: What, known: Mapping[str, Estimate]) -> None:
-    along = [name for name in what.measures if lookup(name).needs().turns]
-    for name in along:
+    for name in what.along_turns:
         book.attempt(view.site, name, lambda name=name: _of_turns(name, view))  # type: ignore[misc]
-    rest = [name for name in what.measures if name not in along]
+    rest = [name for name in what.measures if name not in what.along_turns]
     found = dict(known) | _together(view.x, [name for name in rest if name not in known], what.seed)
     for name, result in ((name, found[name]) for name in rest):
         if isinstance(result, Estimate):
@@ -257,23 +270,19 @@ def _together(rows: Tensor, names: Sequence[str], seed: int) -> dict[str, Estima
     return {name: result for name in names for result in _together(rows, [name], seed).values()}
 
 
-def _gradient_names(what: What) -> tuple[str, ...]:
-    return gradient_names(what.gradient_measures)
-
-
 def _enter_gradients(book: Book, view: SiteView, what: What, known: Mapping[str, Estimate] | None) -> None:
     g = view.g
     if known is not None:
-        for name in _gradient_names(what):
+        for name in what.of_gradients:
             book.enter(view.site, name, known[name])
         return
     if g is None:
-        for name in _gradient_names(what):
+        for name in what.of_gradients:
             book.fail(view.site, name, f"site {view.site!r} {view.no_gradient or 'gave no gradient'}")
         return
     finite = torch.isfinite(g).all(dim=1)
     if not bool(finite.all()):
-        for name in _gradient_names(what):
+        for name in what.of_gradients:
             book.fail(
                 view.site, name, f"{int((~finite).sum()):,} of {len(g):,} rows of the gradient hold NaN or infinity"
             )
@@ -308,13 +317,15 @@ def norm_of_squares(squares: Float[Tensor, "n"], number: Int64[Tensor, "n"], tok
     """The same from the squared length of each row and the number of its sequence."""
     n = len(squares)
     factor = max(1.0, tokens / n)
-    sums = torch.zeros(int(number.max()) + 1, dtype=torch.float64).index_add(0, number, squares).tolist()
-    value = math.sqrt(factor * math.fsum(sums))
+    sums = np.bincount(number.numpy(), weights=squares.numpy()).tolist()
+    total = math.fsum(sums)
+    value = math.sqrt(factor * total)
     method = "Frobenius norm of the gradient of the mean loss"
     if len(sums) < SEQUENCES_FOR_BAR or value == 0:
         note = f"no error bar: {len(sums)} sequences, {SEQUENCES_FOR_BAR} are needed"
         return Estimate(value=value, stderr=None, n=n, method=method, notes=(note,))
-    spread = factor * statistics.stdev(sums) * math.sqrt(len(sums))
+    variance = math.fsum((one - total / len(sums)) ** 2 for one in sums) / (len(sums) - 1)
+    spread = factor * math.sqrt(variance * len(sums))
     return Estimate(value=value, stderr=spread / (2 * value), n=n, method=method, over="sequences", dof=len(sums) - 1)
 
 

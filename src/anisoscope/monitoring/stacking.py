@@ -82,18 +82,17 @@ def _begin_gradients(views: Sequence[SiteView], measures: Sequence[str], norm: N
     rows = [view.g for view in whole if view.g is not None]
     squares = torch.stack([one.double().square().sum(dim=1) for one in rows]).cpu()
     moving = squares > 0
-    good = [
-        bool(torch.isfinite(one).all()) and bool(move.any()) and torch.equal(move, moving[0])
-        for one, move in zip(squares, moving, strict=True)
-    ]
+    same = moving.any(dim=1) & (moving == moving[0]).all(dim=1)
+    good = (same & torch.isfinite(squares).all(dim=1)).tolist()
     if not any(good):
         return dict
+    largest = squares.amax(dim=1).tolist()
     left = int((~moving[0]).sum())
     at = moving[0].nonzero().reshape(-1).to(rows[0].device)
     scaled = []
     for site, one in enumerate(rows):
         if good[site]:  # by a power of two, which none of these measures sees
-            scale = math.ldexp(1.0, -math.frexp(math.sqrt(float(squares[site].max())))[1])
+            scale = math.ldexp(1.0, -math.frexp(math.sqrt(largest[site]))[1])
             scaled.append((one.index_select(0, at) if left else one) * scale)
     finish = begin(scaled, list(measures))
 
@@ -103,13 +102,14 @@ def _begin_gradients(views: Sequence[SiteView], measures: Sequence[str], norm: N
         each = iter(finish())
         for site, view in enumerate(whole):
             result = next(each) if good[site] else None
-            if result is None or not torch.equal(view.sequences, whole[0].sequences):
+            first = whole[0].sequences
+            if result is None or not (view.sequences is first or torch.equal(view.sequences, first)):
                 continue
             own = {f"{GRADIENT}norm": norm(squares[site], number, view.tokens)}
             notes = still_note(left, len(squares[site]))
             for name, one in result.items():
                 one = _with_reason(one)
-                own[GRADIENT + name] = replace(one, notes=(*one.notes, *notes))
+                own[GRADIENT + name] = replace(one, notes=(*one.notes, *notes)) if notes else one
             found[view.site] = own
         return found
 
