@@ -116,5 +116,5 @@ def half_step(
             k = start + tl.arange(0, W)
             rows = tl.load(base + columns[:, None] * D + k[None, :], mask=(columns < n)[:, None] & (k < D)[None, :], other=0.0)  # fmt: skip # noqa: E501
             part = tl.dot(z, rows, input_precision="tf32x3")
-            at = ((fit * tiles + tile) * K + p[:, None]) * D + k[None, :]
-            tl.store(pull + at, part, mask=(p < K)[:, None] & (k < D)[None, :])
+            place = ((fit * tiles + tile) * K + p[:, None]) * D + k[None, :]
+            tl.store(pull + place, part, mask=(p < K)[:, None] & (k < D)[None, :])

@@ -12,8 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from anisoscope.measures.leading import can_lead, leading_spaces
+
 CORES = os.cpu_count() or 1
 ENOUGH_CORES = 8  # from here on the host decomposes many matrices sooner than a GPU, which takes one after another
+HOST_WIDTH = 512  # up to here: a core falls behind as the cube of the width
 
 _POOL = ThreadPoolExecutor(max(1, min(CORES - 1, 16)), thread_name_prefix="anisoscope-eigh")
 
@@ -36,14 +39,14 @@ def eigh_later(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, T
     """Begin an eigendecomposition, ascending, beside whatever comes next; the function returned waits for it.
 
     On a GPU one is a thousand small steps that leave it idle and keep others off it. With cores enough the host does
-    it, a thread for each matrix; otherwise the GPU, on a stream of its own.
+    it where matrices are small, a thread for each; otherwise the GPU, on a stream of its own.
     """
     if matrices.device.type != "cuda":
         found = torch.linalg.eigh(matrices)
         return lambda: (found[0], found[1])
     device = matrices.device
     ready = torch.cuda.current_stream(device).record_event()
-    on_host = CORES >= ENOUGH_CORES
+    on_host = CORES >= ENOUGH_CORES and matrices.shape[1] <= HOST_WIDTH
 
     def work(some: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event]:
         stream = torch.cuda.Stream(device)
@@ -67,6 +70,55 @@ def eigh_later(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, T
         return torch.cat([one for one, _ in parts]), torch.cat([one for _, one in parts])
 
     return result
+
+
+def leading_later(matrices: Float[Tensor, "m d d"], rank: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Begin the leading ``rank`` eigenpairs and some more, largest first, beside whatever comes next.
+
+    By ``leading_spaces`` where that serves and settles; matrices that it does not settle are decomposed as a whole.
+    """
+    device = matrices.device
+    if device.type != "cuda" or not can_lead(matrices.shape[1], rank):
+        whole = eigh_later(matrices)
+        return lambda: _largest_first(*whole())
+    ready = torch.cuda.current_stream(device).record_event()
+
+    def work() -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            matrices.record_stream(stream)
+            values, vectors = _led(matrices, rank)
+            return values, vectors, stream.record_event()
+
+    task = _POOL.submit(work)
+
+    def result() -> tuple[Tensor, Tensor]:
+        here = torch.cuda.current_stream(device)
+        values, vectors, done = task.result()
+        here.wait_event(done)
+        values.record_stream(here)
+        vectors.record_stream(here)
+        return values, vectors
+
+    return result
+
+
+def _led(matrices: Float[Tensor, "m d d"], rank: int) -> tuple[Tensor, Tensor]:
+    found = leading_spaces(matrices, rank)
+    left = (~found.settled).nonzero().reshape(-1)
+    if not len(left):
+        return found.values, found.vectors
+    values, vectors = _largest_first(*torch.linalg.eigh(matrices[left]))
+    count = found.values.shape[1]
+    return (
+        found.values.index_copy(0, left, values[:, :count]),
+        found.vectors.index_copy(0, left, vectors[:, :, :count].contiguous()),
+    )
+
+
+def _largest_first(values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    return values.flip(1), vectors.flip(2)
 
 
 @contextlib.contextmanager

@@ -82,9 +82,8 @@ class Fits:
 
 
 def pca_fits(centred: Centred, rank: int, decomposed: tuple[Tensor, Tensor]) -> Fits:
-    """The leading directions, from the decomposed scatters."""
-    ascending, columns = decomposed
-    values, vectors = ascending.flip(1)[:, : rank + 1], columns.flip(2)[:, :, :rank]
+    """The leading directions, from eigenvalues and eigenvectors of the scatters, largest first."""
+    values, vectors = decomposed[0][:, : rank + 1], decomposed[1][:, :, :rank]
     _, n, width = centred.rows.shape
     rounding = max(16 * torch.finfo(centred.rows.dtype).eps ** 2, max(n, width) * EPS)
     basis = with_fixed_signs(vectors)

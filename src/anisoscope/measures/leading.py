@@ -1,0 +1,116 @@
+"""Leading eigenspaces of many covariances at once, for a GPU: a filtered block iteration.
+
+A full decomposition of D x D is a thousand small steps, and libraries take matrices one after another. Here a block of
+columns, more than are wanted, goes through a Chebyshev polynomial that is small on the eigenvalues below the block and
+grows fast above; then come orthonormal columns and their Ritz values. Every step is a product over all matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+BLOCK = 32  # columns; a batch of decompositions up to this size is one kernel
+SPARE = 8  # columns at least beyond those wanted
+DEGREE = 16  # of the polynomial at most: where the spectrum is flat nothing else helps
+CYCLES = (3, 8)  # from the first number on it is asked whether all have settled
+GROWTH = 1e13  # of one column against another in a cycle: more would leave the largest in all of them
+LOCKED = 1e-10  # residual, relative to its Ritz value, of a column that is taken out of the growth
+EXACT = 1e-7  # residual of a wanted column, relative to its Ritz value
+CAPTURED = 1e-10  # what a last cycle may still add to the captured variance, relative
+
+
+@dataclass(frozen=True)
+class Leading:
+    """Ritz values and vectors, largest first, and for which matrices they have settled."""
+
+    values: Float[Tensor, "m b"]
+    vectors: Float[Tensor, "m d b"]
+    settled: Bool[Tensor, "m"]
+
+
+def can_lead(width: int, rank: int) -> bool:
+    """Whether a block holds the wanted columns with some to spare, and is small against the width."""
+    return rank + SPARE <= BLOCK and width >= 4 * BLOCK
+
+
+def leading_spaces(matrices: Float[Tensor, "m d d"], rank: int, *, seed: int = 0) -> Leading:
+    """The leading ``rank`` eigenpairs of positive semidefinite float64 matrices.
+
+    Settled: residuals are below ``EXACT``, and the last cycle added less than ``CAPTURED`` to the variance in the
+    leading ``rank`` columns. Where the spectrum ends within the block nothing settles, and a full decomposition is
+    wanted.
+    """
+    many, width, _ = matrices.shape
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(width, BLOCK, generator=generator, dtype=matrices.dtype).to(matrices.device)
+    ritz = _Ritz.of(matrices, drawn.repeat(many, 1, 1))
+    captured = ritz.values[:, :rank].sum(dim=1)
+    settled = torch.zeros_like(ritz.sound)
+    for cycle in range(1, CYCLES[1] + 1):
+        ritz = _Ritz.of(matrices, ritz.filtered(matrices))
+        held, captured = captured, ritz.values[:, :rank].sum(dim=1)
+        exact = (ritz.residuals[:, :rank] <= EXACT * ritz.values[:, :rank]).all(dim=1)
+        settled = ritz.sound & exact & (captured - held <= CAPTURED * captured) & torch.isfinite(captured)
+        if cycle >= CYCLES[0] and bool((settled | ~ritz.sound).all()):
+            break
+    return Leading(ritz.values, ritz.columns, settled)
+
+
+@dataclass(frozen=True)
+class _Ritz:
+    """Ritz values of a block, largest first, with their vectors and residuals; ``sound`` where nothing broke down."""
+
+    values: Float[Tensor, "m b"]
+    columns: Float[Tensor, "m d b"]
+    residuals: Float[Tensor, "m b"]
+    sound: Bool[Tensor, "m"]
+
+    @classmethod
+    def of(cls, matrices: Float[Tensor, "m d d"], columns: Float[Tensor, "m d b"]) -> _Ritz:
+        columns, sound = _orthonormal(columns)
+        images = matrices @ columns
+        small = columns.mT @ images
+        # What is not finite would end the decomposition of all of them.
+        good = torch.isfinite(small).all(dim=2).all(dim=1)
+        eye = torch.eye(BLOCK, dtype=small.dtype, device=small.device)
+        values, vectors = torch.linalg.eigh(torch.where(good[:, None, None], (small + small.mT) / 2, eye))
+        values, vectors = values.flip(1), vectors.flip(2)
+        columns = columns @ vectors
+        left = torch.linalg.vector_norm(images @ vectors - columns * values[:, None], dim=1)
+        return cls(values, columns, left, sound & good)
+
+    def filtered(self, matrices: Float[Tensor, "m d d"]) -> Float[Tensor, "m d b"]:
+        """A Chebyshev polynomial of each matrix, bounded by one between zero and the least Ritz value, times its
+        columns. What is found already, such as a massive dimension, is taken down to that edge; the degree is as high
+        as the largest of the rest allows."""
+        edge = self.values[:, -1:].clamp_min(1e-300)
+        locked = (self.residuals <= LOCKED * self.values) & (self.values > 4 * edge)
+        weights = torch.where(locked, self.values - edge, 0.0)[:, :, None]
+        top = torch.where(locked, edge, self.values).amax(dim=1, keepdim=True)
+        degree = (math.log(2 * GROWTH) / torch.acosh((2 * top / edge - 1).clamp_min(1 + 1e-9)))[:, :, None]
+        half = (edge / 2)[:, :, None]
+        shifted = (matrices - (self.columns * weights.mT) @ self.columns.mT) / half
+        shifted.diagonal(dim1=1, dim2=2).sub_(1)
+        before, now = self.columns, shifted @ self.columns
+        for reached in range(2, DEGREE + 1):
+            before, now = (
+                now,
+                torch.where(reached <= degree, torch.baddbmm(before, shifted, now, beta=-1, alpha=2), now),
+            )
+        return torch.where(locked[:, None], self.columns, now)  # they have nothing to gain, and would lose digits
+
+
+def _orthonormal(columns: Float[Tensor, "m d b"]) -> tuple[Float[Tensor, "m d b"], Bool[Tensor, "m"]]:
+    """Orthonormal columns of the same spans by Cholesky, twice, and whether both went well."""
+    columns = columns / torch.linalg.vector_norm(columns, dim=1, keepdim=True).clamp_min(1e-300)
+    sound = torch.ones(len(columns), dtype=torch.bool, device=columns.device)
+    for _ in range(2):
+        factor, failed = torch.linalg.cholesky_ex(columns.mT @ columns)
+        columns = torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False)
+        sound = sound & (failed == 0)
+    return columns, sound

@@ -1,0 +1,56 @@
+"""Every kernel compiled for a GPU of compute capability 9.0, which need not be there. Run by test_kernels.py."""
+
+import json
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from anisoscope.kernels import codes, nearest, rows, visits
+
+TARGET = GPUTarget("cuda", 90, 32)
+INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
+            "columns", "first_row", "offset", "count")  # fmt: skip
+DOUBLES = ("gram", "free", "mean", "factor", "squares", "lost")
+
+
+def compiled(kernel, constants, **types):
+    """Shared memory of a compiled kernel. Arguments are float32 pointers unless their names or ``types`` say more."""
+    signature = {}
+    for name in kernel.arg_names:
+        plain = "i32" if name in INTEGERS else "*fp64" if name in DOUBLES else "*fp32"
+        signature[name] = "constexpr" if name in constants else types.get(name, plain)
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=places)
+    return triton.compile(source, target=TARGET, options={"num_warps": 4}).metadata.shared
+
+
+def main():
+    flags = {"active": "*i1", "sound": "*i1", "good": "*i1"}
+    tile = {"R": rows.ROWS, "K": 128}
+    visit = {"K": 16, "P": 16, "B": visits.ROWS, "W": visits.DEPTH}
+    lists = {"AHEAD": True, "SHARE": 128, "T": 8, "P": 8, "B": 64}
+    found = {
+        "codes_of_rows": compiled(rows.codes_of_rows, tile, weights="*i64", out="*i64"),
+        "copies_among": compiled(rows.copies_among, tile, codes="*i64", order="*i64", copy="*i1", clash="*i1"),
+        "in_half": compiled(rows.in_half, tile, order="*i64", half="*fp16"),
+        "nearest_within": compiled(
+            rows.nearest_within, {"R": 64, "C": 128, "K": 32}, out="*fp64", sure="*i1", allowance="fp32"
+        ),
+        "warm_codes": compiled(visits.warm_codes, visit, settled="fp32"),
+        "half_step": compiled(visits.half_step, visit | {"S": 4}, **flags),
+        "rounds": compiled(codes.rounds, {"K": 16, "P": 16, "S": 4, "B": codes.COLUMNS}, **flags),
+        "inverses": compiled(codes.inverses, {"K": 16, "P": 16}, second="*fp64", out="*fp64", limit="fp64", **flags),
+        "two_least_of_tiles": compiled(
+            nearest.two_least_of_tiles, {"D": 128, "B": nearest.TILE, "K": 64}, rows="*fp16", tiles="*i32"
+        ),
+        "keep_least": compiled(nearest.keep_least, lists, groups="*i32"),
+        "squared_distances": compiled(
+            nearest.squared_distances, {"T": 8, "K": 128}, own="*i64", other="*i64", out="*fp64", scale="fp64"
+        ),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Leading eigenspaces of many matrices at once, against full decompositions."""
+
+import pytest
+import torch
+
+from anisoscope.measures.later import _led
+from anisoscope.measures.leading import BLOCK, can_lead, leading_spaces
+
+WIDTH, RANK = 160, 16
+PLACES = torch.arange(1, WIDTH + 1, dtype=torch.float64)
+
+
+def scatter(deviations, seed=0):
+    rows = torch.randn(1200, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * deviations
+    return rows.T @ rows
+
+
+def massive():
+    deviations = PLACES**-0.5
+    deviations[:3] = torch.tensor([1e4, 1e3, 300.0])
+    return deviations
+
+
+FALLING = {
+    "flat": torch.ones(WIDTH, dtype=torch.float64),
+    "slowly": PLACES**-0.25,
+    "as one over rank": PLACES**-0.5,
+    "fast": 1 / PLACES,
+    "massive dimensions": massive(),
+}
+
+
+def gap(matrix, vectors):
+    """The sine of the largest angle between the leading eigenvectors and these."""
+    truth = torch.linalg.eigh(matrix).eigenvectors.flip(1)[:, :RANK]
+    return float(torch.linalg.matrix_norm(vectors - truth @ (truth.T @ vectors), ord=2))
+
+
+@pytest.mark.parametrize("name", FALLING)
+def test_leading_spaces_are_those_of_a_full_decomposition(name):
+    matrices = torch.stack([scatter(FALLING[name], seed) for seed in (0, 1)])
+    found = leading_spaces(matrices, RANK)
+    assert bool(found.settled.all())
+    for matrix, values, vectors in zip(matrices, found.values, found.vectors, strict=True):
+        truth = torch.linalg.eigvalsh(matrix).flip(0)[:RANK]
+        torch.testing.assert_close(values[:RANK], truth, rtol=1e-9, atol=0)
+        assert gap(matrix, vectors[:, :RANK]) < 1e-5
+        eye = torch.eye(BLOCK, dtype=torch.float64)
+        torch.testing.assert_close(vectors.T @ vectors, eye, rtol=0, atol=1e-9)
+
+
+def test_what_does_not_settle_says_so():
+    short = scatter(torch.where(PLACES <= 20, 1.0, 0.0))  # of rank 20, less than the block
+    broken = scatter(FALLING["flat"])
+    broken[3, 3] = torch.nan
+    matrices = torch.stack([short, broken, scatter(FALLING["fast"])])
+    assert leading_spaces(matrices, RANK).settled.tolist() == [False, False, True]
+
+
+def test_matrices_that_do_not_settle_are_decomposed():
+    matrices = torch.stack([scatter(torch.where(PLACES <= 20, 1 / PLACES, 0.0)), scatter(FALLING["fast"])])
+    values, vectors = _led(matrices, RANK)
+    for matrix, own, columns in zip(matrices, values, vectors, strict=True):
+        torch.testing.assert_close(own[:RANK], torch.linalg.eigvalsh(matrix).flip(0)[:RANK], rtol=1e-9, atol=0)
+        assert gap(matrix, columns[:, :RANK]) < 1e-5
+
+
+def test_one_broken_matrix_does_not_touch_the_others():
+    good = scatter(FALLING["as one over rank"])
+    alone = leading_spaces(good[None], RANK)
+    beside = leading_spaces(torch.stack([torch.full_like(good, torch.inf), good]), RANK)
+    torch.testing.assert_close(beside.values[1], alone.values[0], rtol=1e-10, atol=0)
+
+
+def test_the_rule_can_be_read():
+    assert can_lead(384, 16) and not can_lead(384, 25) and not can_lead(100, 16)
