@@ -16,8 +16,8 @@ from torch import Tensor
 
 BLOCK = 32  # columns; a batch of decompositions up to this size is one kernel
 SPARE = 8  # columns at least beyond those wanted
-DEGREE = 16  # of the polynomial at most: where the spectrum is flat nothing else helps
-CYCLES = (3, 8)  # from the first number on it is asked whether all have settled
+DEGREES = (2, 4, 16)  # of the polynomial at most, cycle by cycle: the first Ritz values are far below the eigenvalues
+CYCLES = (4, 9)  # from the first number on it is asked whether all have settled
 GROWTH = 1e13  # of one column against another in a cycle: more would leave the largest in all of them
 LOCKED = 1e-10  # residual, relative to its Ritz value, of a column that is taken out of the growth
 EXACT = 1e-7  # residual of a wanted column, relative to its Ritz value
@@ -52,7 +52,7 @@ def leading_spaces(matrices: Float[Tensor, "m d d"], rank: int, *, seed: int = 0
     captured = ritz.values[:, :rank].sum(dim=1)
     settled = torch.zeros_like(ritz.sound)
     for cycle in range(1, CYCLES[1] + 1):
-        ritz = _Ritz.of(matrices, ritz.filtered(matrices))
+        ritz = _Ritz.of(matrices, ritz.filtered(matrices, DEGREES[min(cycle, len(DEGREES)) - 1]))
         held, captured = captured, ritz.values[:, :rank].sum(dim=1)
         exact = (ritz.residuals[:, :rank] <= EXACT * ritz.values[:, :rank]).all(dim=1)
         settled = ritz.sound & exact & (captured - held <= CAPTURED * captured) & torch.isfinite(captured)
@@ -84,10 +84,10 @@ class _Ritz:
         left = torch.linalg.vector_norm(images @ vectors - columns * values[:, None], dim=1)
         return cls(values, columns, left, sound & good)
 
-    def filtered(self, matrices: Float[Tensor, "m d d"]) -> Float[Tensor, "m d b"]:
+    def filtered(self, matrices: Float[Tensor, "m d d"], most: int) -> Float[Tensor, "m d b"]:
         """A Chebyshev polynomial of each matrix, bounded by one between zero and the least Ritz value, times its
         columns. What is found already, such as a massive dimension, is taken down to that edge; the degree is as high
-        as the largest of the rest allows."""
+        as the largest of the rest allows, ``most`` at most."""
         edge = self.values[:, -1:].clamp_min(1e-300)
         locked = (self.residuals <= LOCKED * self.values) & (self.values > 4 * edge)
         weights = torch.where(locked, self.values - edge, 0.0)[:, :, None]
@@ -97,7 +97,7 @@ class _Ritz:
         shifted = (matrices - (self.columns * weights.mT) @ self.columns.mT) / half
         shifted.diagonal(dim1=1, dim2=2).sub_(1)
         before, now = self.columns, shifted @ self.columns
-        for reached in range(2, DEGREE + 1):
+        for reached in range(2, most + 1):
             before, now = (
                 now,
                 torch.where(reached <= degree, torch.baddbmm(before, shifted, now, beta=-1, alpha=2), now),
