@@ -127,6 +127,10 @@ def test_overrides_are_checked_like_the_rest():
         ("optimisation.stpes", 1, "unknown key optimisation.stpes; did you mean 'steps'"),
         ("optimise.steps", 1, "optimise.steps: the recipe has no 'optimise' there"),
         ("models.3.width", 1, "models.3.width: the recipe has no '3' there"),
+        ("optimisaton.steps", 1, "the recipe has no 'optimisaton' there; did you mean 'optimisation'"),
+        ("models.onne.width", 1, "the recipe has no 'onne' there; did you mean 'one'"),
+        ("monitor.schedul.every", 1, "the recipe has no 'schedul' there; did you mean 'schedule'"),
+        ("name.first", 1, "name.first: the recipe has no 'first' there$"),
         ("optimisation.lr", "x", "optimisation.lr is 'x'"),
     ):
         with pytest.raises(OptionError, match=message):

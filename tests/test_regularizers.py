@@ -577,12 +577,28 @@ def test_sites_are_known_without_building_the_model(variant):
         ({"name": "tangent_damping", "options": {"rank": 64}}, "rank 64 exceeds the width 32"),
         ({"name": "tangent_damping", "options": {"proxy": "pcaa"}}, "did you mean 'pca'"),
         ({"name": "local_curvature", "weight": 1.0, "options": {"k": 5}}, "needs k of at least 10"),
+        (
+            {"name": "local_curvature", "weight": 1.0, "options": {"k": 128}},
+            "k 128 of local_curvature needs 129 tokens",
+        ),
+        ("istar", "regularizer: a mapping, such as {name: istar, weight: 0.1}; got 'istar'"),
+        ("i-star", "unknown regularizer 'i-star'; did you mean 'istar'"),
+        ("tangent_damping", "such as {name: tangent_damping}"),
+        ({"name": "cosreg", "weight": 1.0, "sites": "resd.*"}, "unknown site 'resd.*'; did you mean 'resid.*'"),
     ],
 )
 def test_a_bad_regularizer_is_one_line(spec, message):
     with pytest.raises(OptionError) as caught:
         override(RECIPE, {"models.plain.regularizer": spec})
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_tokens_of_one_pass_bound_the_neighbourhoods():
+    """A batch of 8 windows of 16 tokens has 127 others for each; cut in two passes it has 63."""
+    most = {"name": "local_curvature", "weight": 1.0, "options": {"k": 127}}
+    assert override(RECIPE, {"models.plain.regularizer": most}).variant("plain").regularizer.options["k"] == 127
+    with pytest.raises(OptionError, match="needs 128 tokens in a pass, and there are 64"):
+        override(RECIPE, {"models.plain.regularizer": most, "optimisation.accumulation": 2})
 
 
 def test_compile_is_refused_or_left_out(tmp_path, data):

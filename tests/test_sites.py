@@ -325,6 +325,10 @@ def test_select_by_pattern():
     ]
     with pytest.raises(UnknownNameError, match=r"unknown site 'resed.1'; did you mean 'resid.1'"):
         select(sites, ["embed", "resed.1"])
+    with pytest.raises(UnknownNameError, match=r"unknown site 'resed\.\*'; did you mean 'resid\.\*'"):
+        select(sites, "resed.*")
+    with pytest.raises(UnknownNameError, match=r"unknown site 'Resid\.7'; did you mean 'resid\.\d'"):
+        select(sites, "Resid.7")
     t5 = discover(build("t5", Known("T5Config", T5, "Seq2SeqLM")))
     assert {s.side for s in select(t5, "resid.*")} == {"encoder", "decoder"}
     assert {s.side for s in select(t5, "decoder.resid.*")} == {"decoder"}

@@ -10,6 +10,7 @@ from report_runs import profile_run
 from test_cli import run, run_many
 
 from anisoscope.commands.theory import check_table, run_one, theory
+from anisoscope.errors import RunVersionError
 from anisoscope.estimate import Estimate
 from anisoscope.runs.store import RunReader, RunWriter
 from anisoscope.theory import registry
@@ -43,6 +44,18 @@ def place(tmp_path_factory):
 def series(place):
     with RunReader(place[0] / "runs" / "theory") as reader:
         return read_series([reader])
+
+
+@pytest.mark.parametrize("key", ["site", "measure", "slice", "truth", "agrees", None])
+def test_checks_of_another_version_are_one_clear_line(series, key):
+    info = dict(series[0].facts["theory"])
+    first = {name: value for name, value in info["truths"][0].items() if name != key} if key else "0.5"
+    old = dataclasses.replace(series[0], facts=dict(series[0].facts) | {"theory": info | {"truths": [first]}})
+    with pytest.raises(RunVersionError) as caught:
+        theory_tables([old])
+    words = str(caught.value)
+    assert "chords" in words and "anisoscope theory chords" in words and (key or "mapping") in words
+    assert "\n" not in words
 
 
 def made(value, truth, *, stderr=0.1, site="plane", measure="number", **more):

@@ -14,13 +14,14 @@ import pytest
 from rich.console import Console
 from test_cli import ENVIRONMENT, run, run_many
 
-from anisoscope.commands.lines import clock, results_table, short
+from anisoscope.commands.lines import clock, line_of, results_table, short
 from anisoscope.commands.train import changed
 from anisoscope.errors import AnisoscopeError
 from anisoscope.runs.store import RunReader
+from anisoscope.train.loop import Progress, train
 from anisoscope.train.metrics import METRICS, read_metrics
 from anisoscope.train.recipe import load_recipe, parse_recipe
-from anisoscope.watching.study import Cell, CellResult
+from anisoscope.watching.study import Cell, CellResult, News
 
 TEXT = """\
 name: tiny
@@ -47,6 +48,19 @@ def place(tmp_path_factory):
     (folder / "tiny.yaml").write_text(TEXT)
     code, out, err = run("train", "tiny.yaml", "--out", "runs/whole", cwd=folder)
     return folder, code, out, err
+
+
+def test_a_validation_loss_says_at_which_step_it_was_taken(tmp_path):
+    """Evaluated at 0, 4, 8 and the end: between these the line shows an old number, and says how old."""
+    recipe, told = parse_recipe(TEXT), []
+    short_one = changed(recipe, ["evaluation.every=4", "monitor=false"], models="decoder", steps=10)
+    train(short_one, "decoder", 0, folder=tmp_path, progress=told.append)
+    assert [one.val_step for one in told] == [0, 0, 0, 4, 4, 4, 4, 8, 8, 10]
+    cell = Cell(variant=recipe.models[0], seed=0, name="decoder", folder=tmp_path)
+    lines = [line_of(News(cell=cell, progress=one, geometry="", looks=0), None) for one in told]
+    assert f"val {told[3].val_loss:.3f}  " in lines[3] and f"val {told[5].val_loss:.3f} (step 4)  " in lines[5]
+    none = Progress(step=5, steps=9, loss=1.0, val_loss=None, val_step=None, lr=0.1, tokens=1, tokens_per_second=1.0)
+    assert "val" not in line_of(News(cell=cell, progress=none, geometry="", looks=0), None)
 
 
 def numbers(folder):

@@ -63,7 +63,8 @@ def line_of(news: News, seconds_left: float | None, narrow: bool = False) -> str
     p = news.progress
     parts = [f"{p.step:>{len(str(p.steps))}}/{p.steps}", f"loss {p.loss:.3f}"]
     if p.val_loss is not None and not narrow:
-        parts.append(f"val {p.val_loss:.3f}")
+        old = "" if p.val_step == p.step else f" (step {p.val_step:,})"
+        parts.append(f"val {p.val_loss:.3f}{old}")
     if not narrow:
         parts.append(f"{p.tokens_per_second:,.0f} tok/s")
     if p.step < p.steps and seconds_left is not None:

@@ -13,11 +13,13 @@ Models with two sides prefix these with ``encoder.`` and ``decoder.``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from torch import nn
+
+from anisoscope.errors import UnknownNameError, unknown_name
 
 Port: TypeAlias = Literal["input", "output"]
 Side: TypeAlias = Literal["", "encoder", "decoder"]
@@ -42,6 +44,14 @@ class Site:
     call: int = 0
     calls: int = 1
     layout: Layout = "btd"
+
+
+def unknown_site(pattern: str, names: Iterable[str]) -> UnknownNameError:
+    """The error for a pattern that no site matches: the nearest site, or for a ``*`` the nearest kind of sites."""
+    if "*" in pattern:
+        parts = [name.rpartition(".") for name in names]
+        names = {f"{kind}.*" if layer.isdigit() else f"{kind}{dot}{layer}" for kind, dot, layer in parts}
+    return unknown_name("site", pattern, names)
 
 
 def layout_of(module: nn.Module) -> Layout:

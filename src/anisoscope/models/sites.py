@@ -11,7 +11,18 @@ from torch import nn
 
 from anisoscope.errors import OptionError, choose, unknown_name
 from anisoscope.models.families import FAMILIES, Family
-from anisoscope.models.site import Layout, Port, Site, canonical_path, chain, children_of, firings, join, layout_of
+from anisoscope.models.site import (
+    Layout,
+    Port,
+    Site,
+    canonical_path,
+    chain,
+    children_of,
+    firings,
+    join,
+    layout_of,
+    unknown_site,
+)
 from anisoscope.models.structure import structural_sites
 
 __all__ = ["Site", "discover", "model_type", "select", "site_by_path"]
@@ -47,7 +58,7 @@ def select(sites: Sequence[Site], patterns: str | Iterable[str]) -> tuple[Site, 
     for pattern in wanted:
         matched = {name for name, bare in names.items() if fnmatchcase(name, pattern) or fnmatchcase(bare, pattern)}
         if not matched:
-            raise unknown_name("site", pattern, names)
+            raise unknown_site(pattern, names)
         chosen |= matched
     return tuple(site for site in sites if site.name in chosen)
 

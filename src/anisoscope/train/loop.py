@@ -55,6 +55,8 @@ class Progress:
     loss: float
     val_loss: float | None
     """The latest one."""
+    val_step: int | None
+    """At which step that was."""
     lr: float
     tokens: int
     tokens_per_second: float
@@ -142,6 +144,7 @@ class _Run:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.loss: float | None = None
         self.val_loss: float | None = None
+        self.val_step: int | None = None
         self.extra: dict[str, float] = {}
         """What an update adds to its loss, for its line of metrics."""
         self.notes: list[str] = []
@@ -204,7 +207,7 @@ class _Run:
         checkpoint = next((path for step, path in checkpoints_in(self.folder) if step == self.step), None)
         with MetricsWriter(self.folder / METRICS) as metrics:
             if self.step == 0:
-                self.val_loss = self._evaluate()
+                self.val_loss, self.val_step = self._evaluate(), self.step
                 metrics.write(step=0, tokens=0, val_loss=self.val_loss, lr=learning_rate(self.plan, 1), seconds=0.0)
                 if 0 in wanted:
                     checkpoint = self._save()
@@ -218,7 +221,7 @@ class _Run:
                     break
                 due = self.step % self.recipe.evaluation.every == 0 or self.step == last
                 if due:
-                    self.val_loss = self._evaluate()
+                    self.val_loss, self.val_step = self._evaluate(), self.step
                 lr = learning_rate(self.plan, self.step)
                 new = ({"val_loss": self.val_loss} if due else {}) | self.extra
                 metrics.write(
@@ -349,6 +352,7 @@ class _Run:
             steps=self.plan.steps,
             loss=self.loss,
             val_loss=self.val_loss,
+            val_step=self.val_step,
             lr=lr,
             tokens=self.tokens,
             tokens_per_second=self.tokens / max(self.seconds, 1e-9),

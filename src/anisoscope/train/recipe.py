@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -196,6 +196,9 @@ class Recipe(_Part):
         for model in self.models:
             changed = self.data.language is not None or model.language is not None
             check_source(self.data.source, changed, (model.tokenizer or self.data.tokenizer).kind)
+            if model.regularizer is not None:
+                windows = self.optimisation.batch_size // self.optimisation.accumulation
+                model.regularizer.check_tokens(windows * self.data.sequence_length)
             if self.compile is True and model.regularizer is not None:
                 raise ValueError(
                     f"compile: true with a regularizer (model {model.name!r}): compiled code passes by the sites that "
@@ -297,7 +300,7 @@ def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
         if way[-1:] == ["schedule"]:
             inside.clear()  # one of several: the new one is instead of the old one
         if not isinstance(inside, dict | list):
-            raise _nothing_there(key, last)
+            raise _nothing_there(key, last, ())
         at: Any = last if isinstance(inside, dict) else _inside(key, inside, last)
         inside[at] = value
     try:
@@ -308,7 +311,8 @@ def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 
 def _inside(key: str, values: Any, part: str) -> Any:
     """Where in a mapping or a list a part of a dotted key leads."""
-    if isinstance(values, dict) and part in values:
+    names: list[Any] = list(values) if isinstance(values, dict) else []
+    if part in names:
         return part
     if isinstance(values, list):
         names = [one.get("name") if isinstance(one, dict) else None for one in values]
@@ -316,11 +320,13 @@ def _inside(key: str, values: Any, part: str) -> Any:
             return names.index(part)
         if part.isdigit() and int(part) < len(values):
             return int(part)
-    raise _nothing_there(key, part)
+    raise _nothing_there(key, part, names)
 
 
-def _nothing_there(key: str, part: str) -> OptionError:
-    return OptionError(f"{key}: the recipe has no {part!r} there")
+def _nothing_there(key: str, part: str, names: Iterable[Any]) -> OptionError:
+    near = difflib.get_close_matches(part, [name for name in names if isinstance(name, str)], n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return OptionError(f"{key}: the recipe has no {part!r} there{hint}")
 
 
 def _explained(error: ValidationError, origin: str, tree: Any) -> AnisoscopeError:

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from anisoscope.errors import choose, unknown_name
+from anisoscope.errors import choose
 from anisoscope.models.build import Architecture, Count
+from anisoscope.models.site import unknown_site
 from anisoscope.tangent.proxies import KINDS as PROXIES
 from anisoscope.train.regularizers import DAMPING, NAMES
 from anisoscope.train.watch import Names
@@ -84,6 +85,10 @@ class RegularizerSpec(_Part):
     @classmethod
     def _whole(cls, given: Any) -> Any:
         """Check the options against those of the name, and write out the ones that were left out."""
+        if isinstance(given, str):
+            name = choose("regularizer", given, NAMES)
+            words = f"name: {name}" if name == DAMPING else f"name: {name}, weight: 0.1"
+            raise ValueError(f"a mapping, such as {{{words}}}; got {given!r}")
         if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
             return given
         name = choose("regularizer", given["name"], NAMES)
@@ -114,11 +119,20 @@ class RegularizerSpec(_Part):
         names = site_names(architecture, layers)
         for pattern in self.sites:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise unknown_name("site", pattern, names)
+                raise unknown_site(pattern, names)
         if self.name == DAMPING and self.options["rank"] > width:
             raise ValueError(f"regularizer: rank {self.options['rank']} exceeds the width {width} of the model")
         if self.name == "local_curvature" and self.options["dimension"] >= width:
             raise ValueError(f"regularizer: dimension {self.options['dimension']} fills the width {width} of the model")
+
+    def check_tokens(self, tokens: int) -> None:
+        """Refuse neighbourhoods that a pass of so many tokens cannot hold."""
+        k = self.options.get("k", 0)
+        if self.name == "local_curvature" and k >= tokens:
+            raise ValueError(
+                f"k {k} of local_curvature needs {k + 1} tokens in a pass, and there are {tokens} (batch_size / "
+                "accumulation * sequence_length); give a smaller k and dimension, or more of them"
+            )
 
 
 def site_names(architecture: Architecture, layers: int) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from anisoscope.errors import RunVersionError
 from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Curve
 from anisoscope.views.layout import Style, spans, unique
@@ -14,6 +15,7 @@ from anisoscope.views.numbers import digits_of, shown, worded
 from anisoscope.views.panels import Axis, Figure, Line, Panel, Table
 from anisoscope.views.series import FIRST_SLICE, Series, is_theory
 
+KEYS = ("site", "measure", "slice", "truth", "agrees")  # what a stored check must say
 LAW = " (law)"  # how the name of the curve ends that a law is stored under
 FINE = 64  # places at which a law is drawn: so many that no marker is
 MOST_LINES = 7  # places in one panel, as many as there are colours; more get a panel each
@@ -117,6 +119,13 @@ def checks_of(one: Series) -> list[tuple[Mapping[str, Any], Estimate]]:
     """Each check as it was stored with its estimate, in the order of the experiment."""
     found = {(r.site, r.measure, r.slice): r.estimate for r in one.records}
     stored = one.facts["theory"].get("truths", ())
+    for truth in stored:
+        lacks = [key for key in KEYS if key not in truth] if isinstance(truth, Mapping) else ["mapping"]
+        if lacks:
+            raise RunVersionError(
+                f"experiment {one.label}: a stored check has no {lacks[0]!r}, so another version of anisoscope wrote "
+                f"it; run it again: anisoscope theory {one.label}"
+            )
     keyed = [(truth, found.get((truth["site"], truth["measure"], truth["slice"]))) for truth in stored]
     return [(truth, estimate) for truth, estimate in keyed if estimate is not None]
 
