@@ -96,11 +96,7 @@ class Monitor:
         info: Mapping[str, Any] | None = None,
         of_model: OfModel | None = None,
     ) -> None:
-        self.mode = choose("mode", mode, ("probe", "ride"))
-        if not isinstance(schedule, Schedule):
-            raise OptionError(f"schedule must be one such as every(50), got {type(schedule).__name__}")
-        if mode == "ride" and is_compiled(model):
-            raise OptionError("a ride needs hooks, which compiled code passes by; use mode='probe', which runs eagerly")
+        self.mode = _checked_mode(mode, schedule, model)
         self.strict, self.problems = strict, list[str]()
         self.last: Findings | None = None
         self._schedule, self._optimizer, self._autocast = schedule, optimizer, autocast
@@ -110,13 +106,7 @@ class Monitor:
         self._what = what_to_measure(measures, gradient_measures, analyses or {}, mode, seed, slices)
         chosen = present(model, DEFAULT_SITES) if sites is None else sites
         self._plan, self._embeds = make_plan(model, chosen, kinds, self._what, mode=mode, vectors=vectors)
-        self._batches: tuple[Batch, ...] = ()
-        self._loss: LossFunction | None = None
-        if mode == "probe":
-            self._batches = as_batches(probe)
-            self._loss = loss_for(model, loss, seed=seed)
-            check_probe(model, self._batches, self._plan, needed_rows(self._what))
-            check_analyses(self._what.analyses, self._batches, self._plan)
+        self._batches, self._loss = ((), None) if mode == "ride" else self._probe_of(model, probe, loss, seed)
         self._ride: Ride | None = None
         self._before: dict[str, Tensor] = {}
         self._armed = self._closed = False
@@ -134,6 +124,16 @@ class Monitor:
             model=type(model).__name__,
             complain=self._complain,
         )
+
+    def _probe_of(
+        self, model: nn.Module, probe: Batch | Iterable[Batch] | None, loss: LossFunction | str | None, seed: int
+    ) -> tuple[tuple[Batch, ...], LossFunction | None]:
+        """The batches of every look and their loss; what no look could read or measure is told now."""
+        batches = as_batches(probe)
+        chosen = loss_for(model, loss, seed=seed)
+        check_probe(model, batches, self._plan, needed_rows(self._what))
+        check_analyses(self._what.analyses, batches, self._plan)
+        return batches, chosen
 
     def describe(self) -> dict[str, Any]:
         """What is looked at, and how, as plain values."""
@@ -310,3 +310,12 @@ class Monitor:
         if words not in self.problems:
             self.problems.append(words)
             LOG.warning("%s", words)
+
+
+def _checked_mode(mode: str, schedule: object, model: nn.Module) -> str:
+    choose("mode", mode, ("probe", "ride"))
+    if not isinstance(schedule, Schedule):
+        raise OptionError(f"schedule must be one such as every(50), got {type(schedule).__name__}")
+    if mode == "ride" and is_compiled(model):
+        raise OptionError("a ride needs hooks, which compiled code passes by; use mode='probe', which runs eagerly")
+    return mode

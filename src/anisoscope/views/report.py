@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anisoscope.errors import EmptyInputError, OptionError
 from anisoscope.estimate import Estimate
@@ -68,6 +68,9 @@ from anisoscope.views.verdicts import (
     verdicts,
 )
 
+if TYPE_CHECKING:
+    import jinja2
+
 WORDS = ("model", "step", "site", "measure", "slice", "over", "method")
 NUMBERS = ("value", "stderr", "half", "n", "part")
 MOST_PARTS = 20_000  # companions of values are listed too as long as the table stays below this many rows
@@ -115,46 +118,21 @@ def render(
     compared: Sequence[Compared] = (),
 ) -> str:
     """The page as text."""
-    try:
-        import jinja2
-    except ModuleNotFoundError:
-        raise OptionError('a report needs jinja2, which is not installed: pip install "anisoscope[report]"') from None
-    models = [one for one in series if not is_theory(one)]
-    shown = pool_seeds(models)
-    rest = [plain(one) for one in shown]
-    profiles = read_profiles(rest)
-    measured = [one for one in shown if one.measured]
-    training = [Shelf(one) for one in shown if is_watched(one)]
-    tests = correct(shown)
-    words, tables = _words_and_tables(training, tests)
-    words[REGULARIZERS], tables[REGULARIZERS] = regularizer_parts(compared)
-    words, tables = theory_words(series) | words, theory_tables(series) | tables
+    template = _template()
     panels = [panel for figure in figures for panel in interactive.figure_json(figure)]
     rows, left_out = table_rows(series)
     values = sum(len(one.records) for one in series)
+    failures = [(one.label, failure) for one in series for failure in one.failures]
     program = {
         "palettes": interactive.PALETTES,
         "viridis": [interactive.viridis(i / 8) for i in range(9)],
         "panels": panels,
         "table": interactive.columns(rows, WORDS, NUMBERS),
     }
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(_static("report.html.j2"))
-    failures = [(one.label, failure) for one in series for failure in one.failures]
+    said = _said(series, figures, compared)
     return template.render(
-        title=title or (_title(measured or models) if models else "Theory, as experiments"),
-        headline=headline(models) if models else theory_headline(series),
-        facts=_facts(measured or models) if models else theory_facts(series),
-        findings=training_findings(training, tests) | findings(rest, profiles) | theory_findings(series),
-        overs=_populations([*models, *shown]),
-        shapes=_shape_rows(profiles, several=len(measured) > 1),
-        tested=sum(profile.shape is not None for profile in profiles),
-        comparison=comparison([one for one in rest if one.measured], profiles) if len(measured) > 1 else [],
-        biased=any(p.measure in DIMENSIONS and p.highest.estimate.value > BIASED_ABOVE for p in profiles),
+        said | {"title": title or said["title"]},
         several=len(series) > 1,
-        sections=build_sections(figures, words, tables, training=bool(training)),
         failures=failures[:MOST_FAILURES],
         more_failures=max(0, len(failures) - MOST_FAILURES),
         values=values,
@@ -169,6 +147,43 @@ def render(
         plotly=interactive.packed_plotly() if panels else "",
         program=interactive.pack_json(program),
     )
+
+
+def _template() -> jinja2.Template:
+    try:
+        import jinja2
+    except ModuleNotFoundError:
+        raise OptionError('a report needs jinja2, which is not installed: pip install "anisoscope[report]"') from None
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_static("report.html.j2"))
+
+
+def _said(series: Sequence[Series], figures: Sequence[Figure], compared: Sequence[Compared]) -> dict[str, Any]:
+    """What the page says of the models: title, summary, tables and sections, by their names in the template."""
+    models = [one for one in series if not is_theory(one)]
+    pooled = pool_seeds(models)
+    rest = [plain(one) for one in pooled]
+    profiles = read_profiles(rest)
+    measured = [one for one in pooled if one.measured]
+    training = [Shelf(one) for one in pooled if is_watched(one)]
+    tests = correct(pooled)
+    words, tables = _words_and_tables(training, tests)
+    words[REGULARIZERS], tables[REGULARIZERS] = regularizer_parts(compared)
+    words, tables = theory_words(series) | words, theory_tables(series) | tables
+    return {
+        "title": _title(measured or models) if models else "Theory, as experiments",
+        "headline": headline(models) if models else theory_headline(series),
+        "facts": _facts(measured or models) if models else theory_facts(series),
+        "findings": training_findings(training, tests) | findings(rest, profiles) | theory_findings(series),
+        "overs": _populations([*models, *pooled]),
+        "shapes": _shape_rows(profiles, several=len(measured) > 1),
+        "tested": sum(profile.shape is not None for profile in profiles),
+        "comparison": comparison([one for one in rest if one.measured], profiles) if len(measured) > 1 else [],
+        "biased": any(p.measure in DIMENSIONS and p.highest.estimate.value > BIASED_ABOVE for p in profiles),
+        "sections": build_sections(figures, words, tables, training=bool(training)),
+    }
 
 
 def _words_and_tables(training: Sequence[Shelf], tests: Tests) -> tuple[dict[str, list[str]], dict[str, list[Table]]]:
