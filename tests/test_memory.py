@@ -45,6 +45,9 @@ TILES = 64 * MEGABYTE
 """Allowance of the neighbour search, whatever the number of rows: a few tiles of 8 MB, pairs measured in float64 (8 MB
 a block), the sample of 8,192 rows from which it plans, and scipy, which is loaded on the way."""
 
+BLOCKS = 48 * MEGABYTE
+"""Of a sketch, whatever the chunk: its buffer, a block of its rows in float64, and the small matrices of the two."""
+
 HARNESS = """
 import sys, numpy as np, torch
 import anisoscope as an
@@ -174,3 +177,11 @@ def test_all_measures_in_one_pass():
     assert stream.read == masks.read == 7
     for name in names:
         assert found[name].value == pytest.approx(getattr(an, name)(rows, mask=keep).value, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sketch_makes_no_second_chunk_in_float64(dtype):
+    """A chunk of 20 million numbers would be 160 MB more in float64, also where only its mean is wanted."""
+    code = f"rows = torch.randn(10_000, 2048).to(torch.{dtype})\n"
+    code += "start = an.Sketch.empty(16, 2048).update(rows[:100])\npeak_of(lambda: start.update(rows))"
+    assert peak(code) < BLOCKS

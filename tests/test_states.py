@@ -276,6 +276,15 @@ def test_sketch_is_exact_where_the_rank_suffices_and_useful_where_not(seed):
     assert 0 < high - low < 2 * tail / (8 + 1 - 5)
 
 
+def test_the_mean_of_a_sketch_is_exact_over_blocks():
+    """More rows than are summed at once, far from zero: as exact as the longest floats there are."""
+    rows = 1e4 + torch.randn(3000, 512, generator=torch.Generator().manual_seed(0))
+    state = Sketch.empty(4, 512).update(rows)
+    want = rows.double().numpy().astype(np.longdouble).mean(axis=0)
+    np.testing.assert_allclose(state.mean, want.astype(float), rtol=1e-14)
+    assert float(state.trace) == pytest.approx(float(((rows.double() - state.mean) ** 2).sum()), rel=1e-12)
+
+
 def test_sketch_of_raw_rows_would_see_only_the_mean():
     rows = draw(0, 150, 1e4)[0]
     low, high = Sketch.empty(2, WIDTH).update(rows[:70]).update(rows[70:]).top_share()

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import DegenerateError, EmptyInputError, OptionError, ShapeError
+from anisoscope.rows import mean_row
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Sketch:
         if len(rows) == 0:
             return self
         rows = rows.detach()
-        mean = rows.mean(dim=0, dtype=torch.float64).to(self.mean.device)
+        mean = mean_row(rows).to(self.mean.device)
         after = self._joined(len(rows), mean)
         if len(rows) == 1:  # it is its own mean; a row of zeros would only fill the buffer
             return after
