@@ -182,6 +182,6 @@ def test_all_measures_in_one_pass():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_sketch_makes_no_second_chunk_in_float64(dtype):
     """A chunk of 20 million numbers would be 160 MB more in float64, also where only its mean is wanted."""
-    code = f"rows = torch.randn(10_000, 2048).to(torch.{dtype})\n"
-    code += "start = an.Sketch.empty(16, 2048).update(rows[:100])\npeak_of(lambda: start.update(rows))"
+    code = f"rows = torch.randn(2_500, 8192).to(torch.{dtype})\n"
+    code += "start = an.Sketch.empty(32, 8192).update(rows[:100])\npeak_of(lambda: start.update(rows))"
     assert peak(code) < BLOCKS
