@@ -77,7 +77,7 @@ class Book:
         """Enter a result under its name, or (name, slice)."""
         measure, where = (name, ALL) if isinstance(name, str) else name
         # The store refuses a second result in one place, and with it the whole probe: better to refuse it here.
-        if not self._claim("curve" if isinstance(result, Curve) else "result", site, measure, where):
+        if not self._claim(("curve" if isinstance(result, Curve) else "result", site, measure, where)):
             raise OptionError(f"{measure!r} over {where!r} was given twice at site {site!r}; names must differ")
         if isinstance(result, Estimate):
             run, step, cell = self.run, self.step, self.cell
@@ -94,12 +94,12 @@ class Book:
         if self.strict:
             raise error if isinstance(error, Exception) else SiteError(error)
         words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        while not self._claim("result", site, measure, where):
+        while not self._claim(("result", site, measure, where)):
             measure = f"{measure} (failed)"
         place = {"run": self.run, "step": self.step, "cell": self.cell}
         self.failures.append(Failure(**place, site=site, measure=measure, slice=where, error=words))  # type: ignore[arg-type]
 
-    def _claim(self, *place: str) -> bool:
+    def _claim(self, place: tuple[str, ...]) -> bool:
         if place in self._taken:
             return False
         self._taken.add(place)
@@ -207,7 +207,9 @@ def _enter_slice(book: Book, site: str, one: Slice, what: What) -> None:
     names = [name for name in what.global_measures if name not in known]
     for name, result in (dict(known) | _together(one.rows[site], names, what.seed)).items():
         if isinstance(result, Estimate):
-            book.enter(site, (name, one.where), replace(result, notes=(*result.notes, *one.notes[site])))
+            more = one.notes[site]
+            told = replace(result, notes=(*result.notes, *more)) if more else result
+            book.enter(site, (name, one.where), told)
         else:
             book.fail(site, name, result, one.where)
 

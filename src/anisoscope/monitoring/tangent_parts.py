@@ -64,12 +64,12 @@ class Asked(Protocol):
     def _attempted(self, part: Callable[[Here], Iterator[tuple[Name, Result]]], here: Here) -> dict[Name, Result]: ...
 
 
-def plain(values: Sequence[float], here: Here, method: str) -> Estimate:
-    """A number of fits, the mean of both halves where there are two; it has no error bar."""
+def plain(values: Sequence[float], n: int, method: str) -> Estimate:
+    """A number of fits to so many rows, the mean of both halves where there are two; it has no error bar."""
     notes = (
         ("no error bar: mean of the fits of two halves",) if len(values) > 1 else ("no error bar: one pair of fits",)
     )
-    return Estimate(value=sum(values) / len(values), stderr=None, n=len(here.g), method=method, notes=notes)
+    return Estimate(value=sum(values) / len(values), stderr=None, n=n, method=method, notes=notes)
 
 
 def labels_of(bins: FrequencyBins) -> list[str]:

@@ -214,22 +214,22 @@ class TangentAnalysis:
 
     def _facts(self, here: Here) -> Iterator[tuple[Name, Result]]:
         """Of the fits themselves: what they explain, how they turn from look to look, how far the halves differ."""
-        leading = here.pairs.get("pca")
+        leading, n = here.pairs.get("pca"), len(here.g)
         for kind, pair in here.pairs.items():
             for fact in ("explained", "sparsity"):
                 if all(fact in proxy.facts for proxy in pair):
-                    yield f"{kind}.{fact}", plain([proxy.facts[fact] for proxy in pair], here, f"{fact} of the fit")
+                    yield f"{kind}.{fact}", plain([proxy.facts[fact] for proxy in pair], n, f"{fact} of the fit")
             if leading is not None and kind != "pca":
                 held = [overlap(one.basis, two.basis) for one, two in zip(pair, leading, strict=True)]
-                yield f"{kind}.pca_overlap", plain(held, here, OVERLAP)
+                yield f"{kind}.pca_overlap", plain(held, n, OVERLAP)
             apart = float(principal_angles(pair[0].basis, pair[1].basis).mean())
-            yield f"{kind}.split_angle", plain([apart], here, SPLIT)
+            yield f"{kind}.split_angle", plain([apart], n, SPLIT)
             if kind in here.before:
                 turned = [
                     float(principal_angles(a.basis, b.basis).mean())
                     for a, b in zip(here.before[kind], pair, strict=True)
                 ]
-                yield f"{kind}.drift", plain(turned, here, DRIFT)
+                yield f"{kind}.drift", plain(turned, n, DRIFT)
 
     def _activation(self, here: Here) -> Iterator[tuple[Name, Result]]:
         """Energy shares and ratios, of all tokens and by frequency."""

@@ -301,6 +301,7 @@ def _tell_facts(
     found: Mapping[str, np.ndarray], sites: Sequence[int],
 ) -> None:  # fmt: skip
     """``TangentAnalysis._facts`` of these sites."""
+    n = len(here.g)
     for at, kind in enumerate(asked.proxies):
         columns: list[tuple[str, np.ndarray, str]] = [
             (fact, found[f"{kind}.{fact}"].reshape(-1, 2), f"{fact} of the fit")
@@ -316,7 +317,7 @@ def _tell_facts(
         for what, values, method in columns:
             name, numbers = f"{kind}.{what}", values.tolist()
             for one, site in zip(told, sites, strict=True):
-                one[name] = plain(numbers[site], here, method)
+                one[name] = plain(numbers[site], n, method)
 
 
 def _tell_energy(
@@ -357,10 +358,13 @@ def _of_types(
     """``TangentAnalysis._by_type`` of these sites."""
     own, overall = ([(name, where) for where in layout.labels] for name in ("own_distance", "global_distance"))
     told: list[dict[Name, Result]] = []
-    for bins in distance_estimates(found["sums"][:, sites], types):
+    sums, drawn = found["sums"], found["drawn"]
+    if len(sites) < sums.shape[1]:
+        sums, drawn = sums[:, sites], drawn[:, :, sites]
+    for bins in distance_estimates(sums, types):
         pairs = [pair for keys in zip(zip(own, overall, strict=True), bins, strict=True) for pair in zip(*keys)]
         told.append({key: one for key, one in pairs if one is not None})
-    correlations = correlation_estimates(found["drawn"][:, :, sites], types)
+    correlations = correlation_estimates(drawn, types)
     for centroid, kinds in zip(("own", "global"), correlations, strict=True):
         for kind, column in zip(("pearson", "spearman"), kinds, strict=True):
             name = f"frequency.{centroid}_{kind}"

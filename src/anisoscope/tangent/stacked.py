@@ -126,11 +126,9 @@ def tests_of_sites(
     least = LEAST_NULL * rank / width
     good = np.logical_and.reduce([(half.total > 0) & (half.mean > least) for half in both]).reshape(-1).tolist()
     n = (one.n + two.n).tolist() * (sites * bases)
-    over = [
-        over_both(f"{a} sequences", f"{b} sequences")
-        for pair in zip(one.units.tolist(), two.units.tolist(), strict=True)
-        for a, b in [*zip(*pair, strict=True)] * bases
-    ]
+    units = [pair for site in np.stack([one.units, two.units], axis=2).tolist() for pair in map(tuple, site * bases)]
+    names = {(a, b): over_both(f"{a} sequences", f"{b} sequences") for a, b in set(units)}  # few, as a rule
+    over = [names[pair] for pair in units]
     words, controls = (GIVEN, *notes), [over_both(*[f"{draws} normal controls"] * 2)] * len(n)
     told = zip(
         joined(one.share, two.share, "|G Q|^2 / |G|^2", n, over, words, good),
