@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from anisoscope.runs.records import Record
+from anisoscope.views.associations import adjusted
 from anisoscope.views.names import noted, tangent
 from anisoscope.views.numbers import shown
 from anisoscope.views.seeds import LEVEL, cells_of
@@ -40,18 +41,14 @@ def _tests(one: Series) -> dict[tuple[str, str, int, str], Test]:
         name = tangent(record.measure)
         if name and name.what == "p" and name.gradient and record.slice == FIRST_SLICE:
             families.setdefault(name.gradient, []).append((name.proxy, record))
-    if not families:
-        return {}
-    from scipy.stats import false_discovery_control  # here, not above: scipy.stats is slow to import
-
     found = {}
     for gradient, members in families.items():
         # A p-value outside 0 to 1 comes from no test of ours; it must not end the report.
-        adjusted = false_discovery_control([min(1.0, max(0.0, record.estimate.value)) for _, record in members])
-        for (proxy, record), q in zip(members, adjusted.tolist()):
+        qs = adjusted([min(1.0, max(0.0, record.estimate.value)) for _, record in members])
+        for (proxy, record), q in zip(members, qs, strict=True):
             draws = noted(record.estimate, "B")
             place = (proxy, gradient, record.step, record.site)
-            found[place] = Test(*place, record.estimate.value, float(q), None if draws is None else int(draws))
+            found[place] = Test(*place, record.estimate.value, q, None if draws is None else int(draws))
     return found
 
 
