@@ -10,7 +10,7 @@ from anisoscope.kernels import codes, nearest, rows, visits
 
 TARGET = GPUTarget("cuda", 90, 32)
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
-            "columns", "first_row", "offset", "count")  # fmt: skip
+            "columns", "most", "first_row", "offset", "count")  # fmt: skip
 DOUBLES = ("gram", "free", "mean", "factor", "squares", "lost")
 
 
@@ -35,11 +35,18 @@ def main():
         "copies_among": compiled(rows.copies_among, tile, codes="*i64", order="*i64", copy="*i1", clash="*i1"),
         "in_half": compiled(rows.in_half, tile, order="*i64", half="*fp16"),
         "nearest_within": compiled(
-            rows.nearest_within, {"R": 64, "C": 128, "K": 32}, out="*fp64", sure="*i1", allowance="fp32"
+            rows.nearest_within,
+            {"R": 64, "C": 128, "K": 32},
+            out="*fp64",
+            sure="*i1",
+            allowance="fp32",
+            order="*i64",
+            strides="*i32",
+            lengths="*i32",
         ),
         "warm_codes": compiled(visits.warm_codes, visit, settled="fp32"),
         "half_step": compiled(visits.half_step, visit | {"S": 4}, **flags),
-        "rounds": compiled(codes.rounds, {"K": 16, "P": 16, "S": 4, "B": codes.COLUMNS}, **flags),
+        "rounds": compiled(codes.rounds, {"K": 16, "P": 16, "S": 4, "B": 128}, **flags),
         "inverses": compiled(codes.inverses, {"K": 16, "P": 16}, second="*fp64", out="*fp64", limit="fp64", **flags),
         "two_least_of_tiles": compiled(
             nearest.two_least_of_tiles, {"D": 128, "B": nearest.TILE, "K": 64}, rows="*fp16", tiles="*i32"

@@ -9,7 +9,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from kernel_cases import brute_force, draw
 
-from anisoscope.measures import row_kernels, stacked_neighbors
+from anisoscope.measures import neighbors_fused, row_kernels, stacked_masked, stacked_neighbors
 from anisoscope.tangent import visits as visits_of
 from anisoscope.tangent.descent import solved, swept
 
@@ -19,7 +19,7 @@ def copies():
     rows = draw(2, 75, 150)
     rows[0, 40:60] = rows[0, 10:30]
     rows[0, 10, 3], rows[0, 40, 3] = 0.0, -0.0
-    weights = stacked_neighbors._weights(150, "cpu")
+    weights = stacked_neighbors.copy_weights(150, "cpu")
     found, clash = row_kernels.copies(rows, weights)
     plain, plain_clash = stacked_neighbors._copies(rows)
     _, forced = row_kernels.copies(rows, torch.zeros_like(weights))
@@ -46,21 +46,46 @@ def halves():
 
 
 def within():
-    """Runs of rows with copies, with a mean far away, and of a number that fills no program."""
+    """Runs of rows with copies, with a mean far away, and of a number that fills no program; each site has its own."""
     rows = torch.stack([draw(230, 40), draw(230, 40, seed=1) + 300])
     rows[0, 20] = rows[0, 5]
-    found, sure = row_kernels.nearest_within(rows, 3, 75, 70)
-    worst = 0.0
+    order = torch.stack([torch.arange(230), torch.randperm(230, generator=torch.Generator().manual_seed(2))])
+    strides, lengths = torch.tensor([75, 73], dtype=torch.int32), torch.tensor([70, 66], dtype=torch.int32)
+    found, sure = row_kernels.nearest_within(rows, order, 3, strides, lengths, 72)
+    worst, beyond = 0.0, True
     for site in range(2):
         for block in range(3):
-            truth = brute_force(rows[site, 75 * block : 75 * block + 70], 2)
-            error = (found[site, block] - truth).abs() / truth.clamp_min(1e-300)
-            worst = max(worst, float(error[truth > 0].max()), float(found[site, block][truth == 0].sum()))
+            first, length = int(block * strides[site]), int(lengths[site])
+            truth = brute_force(rows[site][order[site, first : first + length]], 2)
+            here = found[site, block, :length]
+            error = (here - truth).abs() / truth.clamp_min(1e-300)
+            worst = max(worst, float(error[truth > 0].max()), float(here[truth == 0].sum()))
+            beyond = beyond and bool(torch.isinf(found[site, block, length:]).all())
     tied = torch.ones(1, 70, 8)
-    tied[0, :8] = 0.0
-    tied[0, :8] += torch.eye(8)  # eight rows all as far from each other
-    _, doubt = row_kernels.nearest_within(tied, 1, 70, 70)
-    return {"worst": worst, "sure": sure.tolist(), "tied": doubt.tolist()}
+    tied[0, :8] = torch.eye(8)  # eight rows all as far from each other
+    seventy = torch.tensor([70], dtype=torch.int32)
+    _, doubt = row_kernels.nearest_within(tied, torch.arange(70)[None], 1, seventy, seventy, 70)
+    return {"worst": worst, "beyond": beyond, "sure": sure.tolist(), "tied": doubt.tolist()}
+
+
+def masked():
+    """All of TwoNN at once, copies marked, against the way that takes them out."""
+    neighbors_fused.LEAST_ROWS = stacked_masked.LEAST_ROWS = 100
+    stacked_masked.SUBSAMPLES = stacked_neighbors.SUBSAMPLES = 4
+    stacked_masked.can_fuse = lambda rows, k: True
+    rows = torch.stack([draw(600, 12), draw(600, 12, seed=1), draw(600, 12, seed=2)])
+    rows[1, 200:230] = rows[1, 100:130]
+    rows[2, 40:] = rows[2, :1]  # hardly a row left
+    plain = stacked_neighbors.begin_two_nn(rows)()
+    found = stacked_masked.begin(rows)()
+    stacked_masked.mended = lambda rows, k, found, copy: found
+    rough = stacked_masked.begin(rows[1:2])()[0]  # what is not certain is made so in the end
+    return {
+        "value": [two.value / one.value - 1 for one, two in zip(plain[:2], found[:2], strict=True)],
+        "stderr": [two.stderr / one.stderr - 1 for one, two in zip(plain[:2], found[:2], strict=True)],
+        "same": [(one.n, one.notes) == (two.n, two.notes) for one, two in zip(plain[:2], found[:2], strict=True)],
+        "copies": plain[1].n, "rough": rough.value / plain[1].value - 1, "empty": found[2] is None,
+    }  # fmt: skip
 
 
 def visits():
@@ -86,4 +111,8 @@ def visits():
 
 
 if __name__ == "__main__":
-    print(json.dumps({"copies": copies, "halves": halves, "within": within, "visits": visits}[sys.argv[1]]()))
+    print(
+        json.dumps(
+            {"copies": copies, "halves": halves, "within": within, "visits": visits, "masked": masked}[sys.argv[1]]()
+        )
+    )

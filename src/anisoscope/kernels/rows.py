@@ -106,48 +106,53 @@ def _placed(v0, v1, v2, v3, v4, i0, i1, i2, i3, value, index):
 
 
 @triton.jit
-def _apart(base, r, other, D, there, R: tl.constexpr, K: tl.constexpr):
+def _apart(rows, here, there, D, mine, R: tl.constexpr, K: tl.constexpr):
     """Squared distances by differences in float64."""
     total = tl.zeros((R,), dtype=tl.float64)
     for start in range(0, D, K):
         k = start + tl.arange(0, K)
-        inside = there[:, None] & (k < D)[None, :]
-        one = tl.load(base + r[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float64)
-        two = tl.load(base + other[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float64)
+        inside = mine[:, None] & (k < D)[None, :]
+        one = tl.load(rows + here[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float64)
+        two = tl.load(rows + there[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float64)
         total += tl.sum((one - two) * (one - two), axis=1)
     return total
 
 
 @triton.jit
 def nearest_within(
-    rows, middle, out, sure, allowance, n, stride, length, blocks, D,
+    rows, order, middle, strides, lengths, out, sure, allowance, n, blocks, most, D,
     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Squared distances to the two nearest rows of the same block, float64, and whether they are certain.
+    """Squared distances to the two nearest rows of the same run, float64, and whether they are certain.
 
-    Block b of a site holds ``length`` rows from number ``b * stride`` on. Products of float32 rows about ``middle``,
-    any point near the block, give lower bounds on squared distances; ``allowance`` is what rounding may take, relative
-    to the squared lengths. The four least are measured; certain is what the fifth does not come near.
+    Run b of a site holds ``length`` rows, from number ``b * stride`` of ``order`` on; both numbers are the site's own.
+    Products of float32 rows about ``middle``, a point near the site's, give lower bounds on squared distances;
+    ``allowance`` is what rounding may take, relative to the squared lengths. The four least are measured; certain is
+    what the fifth does not come near. Of ``most`` places for each run the first ``length`` are written.
     """
-    block = tl.program_id(1).to(tl.int64)
-    base = rows + ((block // blocks) * n + (block % blocks) * stride) * D
-    r = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    run = tl.program_id(1).to(tl.int64)
+    site = run // blocks
+    length = tl.load(lengths + site)
+    base = rows + site * n * D
+    names = order + site * n + (run % blocks) * tl.load(strides + site)
+    r = tl.program_id(0) * R + tl.arange(0, R)
     mine = r < length
+    here = tl.load(names + r, mask=mine, other=0)
     v0 = tl.full((R,), 3e38, dtype=tl.float32)
     v1, v2, v3, v4 = v0, v0, v0, v0
-    i0 = tl.zeros((R,), dtype=tl.int64)
-    i1, i2, i3 = i0, i0, i0
+    i0, i1, i2, i3 = here, here, here, here
     for first in range(0, length, C):
-        c = (first + tl.arange(0, C)).to(tl.int64)
+        c = first + tl.arange(0, C)
         theirs = c < length
+        there = tl.load(names + c, mask=theirs, other=0)
         total = tl.zeros((R, C), dtype=tl.float32)
         left = tl.zeros((R,), dtype=tl.float32)
         right = tl.zeros((C,), dtype=tl.float32)
         for start in range(0, D, K):
             k = start + tl.arange(0, K)
-            shift = tl.load(middle + block * D + k, mask=k < D, other=0.0)
-            a = tl.load(base + r[:, None] * D + k[None, :], mask=mine[:, None] & (k < D)[None, :], other=0.0)
-            b = tl.load(base + c[:, None] * D + k[None, :], mask=theirs[:, None] & (k < D)[None, :], other=0.0)
+            shift = tl.load(middle + site * D + k, mask=k < D, other=0.0)
+            a = tl.load(base + here[:, None] * D + k[None, :], mask=mine[:, None] & (k < D)[None, :], other=0.0)
+            b = tl.load(base + there[:, None] * D + k[None, :], mask=theirs[:, None] & (k < D)[None, :], other=0.0)
             a, b = a - shift[None, :], b - shift[None, :]
             total = tl.dot(a, tl.trans(b), total, input_precision="tf32x3")
             left += tl.sum(a * a, axis=1)
@@ -157,17 +162,18 @@ def nearest_within(
         for _ in range(5):
             value, place = tl.min(bound, axis=1, return_indices=True)
             bound = tl.where(tl.arange(0, C)[None, :] == place[:, None], 3e38, bound)
-            v0, v1, v2, v3, v4, i0, i1, i2, i3 = _placed(v0, v1, v2, v3, v4, i0, i1, i2, i3, value, first + place)
-    d0 = _apart(base, r, i0, D, mine, R, K)
-    d1 = _apart(base, r, i1, D, mine, R, K)
-    d2 = _apart(base, r, i2, D, mine, R, K)
-    d3 = _apart(base, r, i3, D, mine, R, K)
+            index = tl.load(names + first + place, mask=first + place < length, other=0)
+            v0, v1, v2, v3, v4, i0, i1, i2, i3 = _placed(v0, v1, v2, v3, v4, i0, i1, i2, i3, value, index)
+    d0 = _apart(base, here, i0, D, mine, R, K)
+    d1 = _apart(base, here, i1, D, mine, R, K)
+    d2 = _apart(base, here, i2, D, mine, R, K)
+    d3 = _apart(base, here, i3, D, mine, R, K)
     low, high = tl.minimum(d0, d1), tl.maximum(d0, d1)
     other, last = tl.minimum(d2, d3), tl.maximum(d2, d3)
     least = tl.minimum(low, other)
     # The second is the larger of the two least, or the next of the side that holds the least.
     second = tl.minimum(tl.maximum(low, other), tl.minimum(high, last))
-    place = (block * length + r) * 2
+    place = (run * most + r) * 2
     tl.store(out + place, least, mask=mine)
     tl.store(out + place + 1, second, mask=mine)
-    tl.store(sure + block * length + r, (v4.to(tl.float64) >= second) | (second <= 0), mask=mine)
+    tl.store(sure + run * most + r, (v4.to(tl.float64) >= second) | (second <= 0), mask=mine)

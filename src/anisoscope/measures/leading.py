@@ -72,7 +72,7 @@ class _Ritz:
 
     @classmethod
     def of(cls, matrices: Float[Tensor, "m d d"], columns: Float[Tensor, "m d b"]) -> _Ritz:
-        columns, sound = _orthonormal(columns)
+        columns, sound = orthonormal_columns(columns)
         images = matrices @ columns
         small = columns.mT @ images
         # What is not finite would end the decomposition of all of them.
@@ -105,7 +105,7 @@ class _Ritz:
         return torch.where(locked[:, None], self.columns, now)  # they have nothing to gain, and would lose digits
 
 
-def _orthonormal(columns: Float[Tensor, "m d b"]) -> tuple[Float[Tensor, "m d b"], Bool[Tensor, "m"]]:
+def orthonormal_columns(columns: Float[Tensor, "m d b"]) -> tuple[Float[Tensor, "m d b"], Bool[Tensor, "m"]]:
     """Orthonormal columns of the same spans by Cholesky, twice, and whether both went well."""
     columns = columns / torch.linalg.vector_norm(columns, dim=1, keepdim=True).clamp_min(1e-300)
     sound = torch.ones(len(columns), dtype=torch.bool, device=columns.device)

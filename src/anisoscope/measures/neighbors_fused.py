@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.measures.found import Found
@@ -60,13 +60,18 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def search_fused(rows: Float[Tensor, "s n d"], k: int, scale: float, *, seed: int = 0) -> list[Found]:
+def search_fused(
+    rows: Float[Tensor, "s n d"], k: int, scale: float, *, left_out: Bool[Tensor, "s n"] | None = None, seed: int = 0
+) -> list[Found]:
     """The ``k`` nearest other rows of every row of each site, and which rows are certain; asks nothing of the device.
 
-    ``scale`` is the power of two of ``plan.scale_of``. ``seed`` shuffles the rows, which changes no certain result.
+    ``scale`` is the power of two of ``plan.scale_of``. Rows that are ``left_out`` are nobody's neighbours; their own
+    distances are infinite. ``seed`` shuffles the rows, which changes no certain result.
     """
     rows = rows.contiguous()
     ready = _Ready.of(rows, scale, seed)
+    if left_out is not None:
+        ready.size[:, : rows.shape[1]].masked_fill_(left_out[:, ready.order], _kernels().FAR / 4)
     lists = _Lists.of(ready, 1 << (k + SPARE - 1).bit_length())
     for first, last in _stripes(*ready.size.shape):
         _look(ready, lists, first, last)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.measures.found import Found
@@ -23,7 +23,8 @@ from anisoscope.stats.precision import full_precision, has_tensor_cores, on_tens
 
 TILE_CELLS = 1 << 26  # bounds held at a time: a quarter of a gigabyte in float32
 GROUP = 128  # columns whose least bound stands for them in the first look
-MENDED = 256  # rows searched again without asking whether there are so many
+MENDED = 384  # rows searched again without asking whether there are so many
+SORTED = 1024  # so many columns are sorted in one kernel, where picking the least of them takes a dozen
 PAIR_CELLS = 1 << 25  # differences held at a time, float64
 
 
@@ -79,37 +80,43 @@ def nearest_by_tiles(rows: Float[Tensor, "n d"], k: int) -> Neighbors:
         return settle(rows, k, scale, found)
 
 
-def mended(rows: Float[Tensor, "s n d"], k: int, found: Sequence[Found]) -> list[Found]:
+def mended(
+    rows: Float[Tensor, "s n d"], k: int, found: Sequence[Found], left_out: Bool[Tensor, "s n"] | None = None
+) -> list[Found]:
     """Rows of each site that are not certain, at most MENDED of them, searched again in float64, all sites at once.
 
-    For rows of ordinary size; asks nothing of the device, not even whether there are such rows.
+    For rows of ordinary size; asks nothing of the device, not even whether there are such rows. Rows that are
+    ``left_out`` are nobody's neighbours, and nothing is to be mended of them.
     """
     sites, n, width = rows.shape
-    doubtful = torch.stack([~one.settled for one in found]).byte().topk(min(MENDED, n), sorted=False).indices
+    distances, indices, settled = (
+        torch.stack([getattr(one, name) for one in found]) for name in ("distances", "indices", "settled")
+    )
+    settled = settled if left_out is None else settled | left_out
+    doubtful = settled.byte().sort(dim=1, stable=True).indices[:, :MENDED]
     wide = rows.double()
     wide -= wide.mean(dim=1, keepdim=True)
     allowance = 4 * (width + 16) * torch.finfo(torch.float64).eps / 2
     size = wide.square().sum(dim=2) * (1 - allowance)
+    free = size if left_out is None else size.masked_fill(left_out, torch.inf)
     own = wide.gather(1, doubtful[:, :, None].expand(-1, -1, width))
-    bound = torch.baddbmm(size[:, None], own, wide.mT, alpha=-2)
+    bound = torch.baddbmm(free[:, None], own, wide.mT, alpha=-2)
     bound.scatter_(2, doubtful[:, :, None], torch.inf)
     bound = torch.nn.functional.pad(bound, (0, -n % GROUP), value=torch.inf)
     take = min(k + SPARE, n - 1)
-    value, near = (one.unflatten(0, (sites, -1)) for one in _least(bound.flatten(0, 1), take))
-    value = value[:, :, -1] + size.gather(1, doubtful)
-    out = []
-    for site, one in enumerate(found):
-        d2, here = _measured(rows[site], doubtful[site], near[site], k, 1.0)
-        sure = value[site] >= d2[:, -1] if take < n - 1 else torch.ones_like(one.settled[doubtful[site]])
-        at = doubtful[site]
-        out.append(
-            Found(
-                one.distances.index_copy(0, at, d2.sqrt()),
-                one.indices.index_copy(0, at, here),
-                one.settled.index_copy(0, at, sure),
-            )
-        )
-    return out
+    value, near = _least(bound.flatten(0, 1), take)
+    value = value[:, -1] + size.gather(1, doubtful).flatten()
+    # Rows of all sites as one table, so that one call measures all of them.
+    first = torch.arange(sites, device=rows.device)[:, None] * n
+    at = (doubtful + first).flatten()
+    d2, here = _measured(rows.flatten(0, 1), at, near + first.expand_as(doubtful).reshape(-1, 1), k, 1.0)
+    sure = value >= d2[:, -1] if take < n - 1 else torch.ones_like(value, dtype=torch.bool)
+    flat = (
+        distances.flatten(0, 1).index_copy(0, at, d2.sqrt()),
+        indices.flatten(0, 1).index_copy(0, at, here % n),
+        settled.flatten().index_copy(0, at, sure | settled.flatten()[at]),
+    )
+    return [Found(*one) for one in zip(*(part.unflatten(0, (sites, n)) for part in flat), strict=True)]
 
 
 def settle(rows: Float[Tensor, "n d"], k: int, scale: float, found: Found) -> Neighbors:
@@ -145,13 +152,19 @@ def _least(bound: Float[Tensor, "m p"], take: int) -> tuple[Float[Tensor, "m t"]
     m, columns = bound.shape
     groups = bound.view(m, columns // GROUP, GROUP)
     if groups.shape[1] <= 2 * take:
-        best = bound.topk(take, dim=1, largest=False, sorted=True)
-        return best.values, best.indices
-    near = groups.amin(dim=2).topk(take, dim=1, largest=False, sorted=False).indices
+        return _smallest(bound, take)
+    near = _smallest(groups.amin(dim=2), take)[1]
     some = groups.gather(1, near[:, :, None].expand(-1, -1, GROUP)).flatten(1)
-    best = some.topk(take, dim=1, largest=False, sorted=True)
-    group = near.gather(1, best.indices // GROUP)
-    return best.values, group * GROUP + best.indices % GROUP
+    value, at = _smallest(some, take)
+    return value, near.gather(1, at // GROUP) * GROUP + at % GROUP
+
+
+def _smallest(values: Float[Tensor, "m c"], take: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
+    """The ``take`` smallest of each row, ascending, and where."""
+    if values.shape[1] > SORTED:
+        return values.topk(take, dim=1, largest=False, sorted=True)
+    ascending, at = values.sort(dim=1)
+    return ascending[:, :take], at[:, :take]
 
 
 def _measured(

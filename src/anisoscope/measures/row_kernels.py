@@ -49,18 +49,22 @@ def in_half(
 
 
 def nearest_within(
-    rows: Float[Tensor, "s n d"], blocks: int, stride: int, length: int
-) -> tuple[Float[Tensor, "s b l two"], Bool[Tensor, "s b"]]:
-    """Distances to the two nearest rows of the same run of ``length`` rows, one run from every ``stride`` rows on, and
-    whether all of a run are certain."""
+    rows: Float[Tensor, "s n d"], order: Int[Tensor, "s n"], blocks: int, strides: Int[Tensor, "s"],
+    lengths: Int[Tensor, "s"], most: int,
+) -> tuple[Float[Tensor, "s b l two"], Bool[Tensor, "s b"]]:  # fmt: skip
+    """Distances to the two nearest rows of the same run, and whether all of a run are certain.
+
+    Run b of a site is ``lengths`` rows, at most ``most``, from number ``b * strides`` of ``order`` on; places beyond
+    the length hold infinity.
+    """
     kernels, (sites, n, width), device = _kernels(), rows.shape, rows.device
-    middle = rows[:, : blocks * stride].unflatten(1, (blocks, stride))[:, :, :length].mean(dim=2)
+    middle = rows.mean(dim=1)
     # As ``neighbors_gpu.search`` for products of float32 in parts; the sums of squares are no worse.
     allowance = 4 * ((3 * width + 16) * 2.0**-23 + 4 * 2.0**-20)
-    out = torch.empty(sites, blocks, length, 2, dtype=torch.float64, device=device)
-    sure = torch.empty(sites, blocks, length, dtype=torch.bool, device=device)
-    kernels.nearest_within[(-(-length // BLOCK_ROWS), sites * blocks)](
-        rows, middle.contiguous(), out, sure, allowance, n, stride, length, blocks, width,
+    out = torch.full((sites, blocks, most, 2), torch.inf, dtype=torch.float64, device=device)
+    sure = torch.ones(sites, blocks, most, dtype=torch.bool, device=device)
+    kernels.nearest_within[(-(-most // BLOCK_ROWS), sites * blocks)](
+        rows, order, middle, strides, lengths, out, sure, allowance, n, blocks, most, width,
         R=BLOCK_ROWS, C=BLOCK_COLUMNS, K=BLOCK_DEPTH, num_warps=4,
     )  # fmt: skip
     return out.sqrt_(), sure.all(dim=2)

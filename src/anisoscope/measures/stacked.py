@@ -18,10 +18,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
+from anisoscope.measures import stacked_masked
 from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order, unless_biased
 from anisoscope.measures.later import eigh_later, fetched
 from anisoscope.measures.spectrum import GRAM_LIMIT
-from anisoscope.measures.stacked_neighbors import begin_two_nn
 from anisoscope.measures.uncertainty import Bar, fields, spread_runs
 
 STACKED = ("spectral_ratio", "mean_cosine", "isoscore", "effective_rank", "two_nn")
@@ -52,7 +52,7 @@ def begin(rows: Sequence[Float[Tensor, "n d"]], names: Sequence[str]) -> Finish:
         # What is not finite would end the decomposition of all sites: such sites get the identity, and are left out.
         good = torch.isfinite(sums.covariance).all(dim=2).all(dim=1)[:, None, None]
         later = eigh_later(torch.where(good, sums.covariance, torch.eye(width, device=stack.device).double()))
-    neighbours = begin_two_nn(stack) if "two_nn" in names else None
+    neighbours = stacked_masked.begin(stack) if "two_nn" in names else None
 
     def finish() -> list[dict[str, Estimate] | None]:
         if sums is not None:

@@ -13,11 +13,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
-from anisoscope.measures import row_kernels
 from anisoscope.measures.dimension import FACCO_KEPT
 from anisoscope.measures.found import Found
 from anisoscope.measures.later import beside, fetched, side_stream
-from anisoscope.measures.neighbors_fused import can_fuse, has_triton, search_fused
+from anisoscope.measures.neighbors_fused import can_fuse, search_fused
 from anisoscope.measures.neighbors_gpu import mended, search, settle
 from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES
 
@@ -42,7 +41,7 @@ def begin_two_nn(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | N
                 here = {name: numbers[f"{at} {name}"] for name in one.table}
                 _make_certain(one, here)
                 n = one.points.shape[1]
-                for site, estimate in zip(one.sites, _told(here, n, rows.shape[1] - n), strict=True):
+                for site, estimate in zip(one.sites, told(here, n, rows.shape[1] - n), strict=True):
                     found[site] = estimate
             return found
 
@@ -87,9 +86,9 @@ def _tabled(points: Float[Tensor, "s n d"]) -> tuple[list[Found], dict[str, Tens
     else:
         found = [search(one, 2, 1.0) for one in points]
     return found, {
-        **_fitted(torch.stack([one.distances for one in found])),
+        **fitted(torch.stack([one.distances for one in found])),
         "unsettled": torch.stack([(~one.settled).sum() for one in found]),
-        "bars": _subsamples(points),
+        "bars": plain_subsamples(points),
     }
 
 
@@ -97,18 +96,14 @@ def _make_certain(one: _Searched, here: dict[str, np.ndarray]) -> None:
     """Put right what was not certain, at few sites and rows as a rule."""
     for place in np.flatnonzero((here["unsettled"] > 0) & np.isfinite(here["sums"]).all(axis=1)).tolist():
         certain = settle(one.points[place], 2, 1.0, one.found[place])
-        for name, value in fetched(_fitted(certain.distances[None])).items():
+        for name, value in fetched(fitted(certain.distances[None])).items():
             here[name][place] = value[0]
-    for place in np.flatnonzero(np.isnan(here["bars"]).any(axis=(1, 2))).tolist():
-        here["bars"][place] = fetched({"bars": _plain_subsamples(one.points[place][None])})["bars"][0]
 
 
 def _copies(rows: Float[Tensor, "s n d"]) -> tuple[Bool[Tensor, "s n"], Bool[Tensor, "s"]]:
     """Which rows are copies of earlier ones, and whether two different rows have one code, as ``distinct_rows``."""
-    if _by_kernels(rows):
-        return row_kernels.copies(rows.contiguous(), _weights(rows.shape[2], str(rows.device)))
     bits = (rows + 0.0).view(torch.int64 if rows.dtype == torch.float64 else torch.int32).long()
-    code = bits.mul_(_weights(rows.shape[2], str(rows.device))).sum(dim=2)
+    code = bits.mul_(copy_weights(rows.shape[2], str(rows.device))).sum(dim=2)
     code, order = code.sort(dim=1, stable=True)
     suspect = code[:, 1:] == code[:, :-1]
     site = torch.arange(len(rows), device=rows.device)[:, None]
@@ -118,18 +113,14 @@ def _copies(rows: Float[Tensor, "s n d"]) -> tuple[Bool[Tensor, "s n"], Bool[Ten
     return copy, (suspect & ~equal).any(dim=1)
 
 
-def _by_kernels(rows: Float[Tensor, "s n d"]) -> bool:
-    """Whether the kernels that visit rows once serve."""
-    return rows.device.type == "cuda" and rows.dtype == torch.float32 and has_triton()
-
-
 @functools.lru_cache(maxsize=8)
-def _weights(width: int, device: str) -> Int[Tensor, "d"]:
+def copy_weights(width: int, device: str) -> Int[Tensor, "d"]:
+    """Odd numbers that make the code of a row."""
     weights = torch.randint(-(2**62), 2**62, (width,), generator=torch.Generator().manual_seed(1))
     return (2 * weights + 1).to(device)
 
 
-def _fitted(distances: Float[Tensor, "s n two"]) -> dict[str, Tensor]:
+def fitted(distances: Float[Tensor, "s n two"]) -> dict[str, Tensor]:
     """The two sums behind the slope of ``facco`` of each site, and whether every row has a ratio."""
     near, far = distances.unbind(dim=2)
     ratios = (far / near).log().sort(dim=1).values
@@ -144,16 +135,8 @@ def _slope_sums(ratios: Float[Tensor, "b m"]) -> Float[Tensor, "b two"]:
     return torch.stack([x @ y, x.square().sum(dim=1)], dim=1)
 
 
-def _subsamples(points: Float[Tensor, "s n d"]) -> Float[Tensor, "s b three"]:
-    """The same sums of disjoint runs of rows, and the least distance met in each; NaN where a run is not certain."""
-    if not _by_kernels(points):
-        return _plain_subsamples(points)
-    blocks, stride, length = _cut(points.shape[1])
-    distances, sure = row_kernels.nearest_within(points.contiguous(), blocks, stride, length)
-    return _of_runs(distances.flatten(0, 1), len(points)).masked_fill_(~sure[:, :, None], torch.nan)
-
-
-def _plain_subsamples(points: Float[Tensor, "s n d"]) -> Float[Tensor, "s b three"]:
+def plain_subsamples(points: Float[Tensor, "s n d"]) -> Float[Tensor, "s b three"]:
+    """The same sums of disjoint runs of rows, and the least distance met in each."""
     x = _runs(points).flatten(0, 1).double()
     x = x - x.mean(dim=1, keepdim=True)
     size = torch.linalg.vector_norm(x, dim=2).square_()
@@ -163,28 +146,24 @@ def _plain_subsamples(points: Float[Tensor, "s n d"]) -> Float[Tensor, "s b thre
     # By differences, all of them: whether any pair is close is a question that would have to wait for the device.
     there = x.gather(1, near.flatten(1)[:, :, None].expand(-1, -1, x.shape[2])).unflatten(1, near.shape[1:])
     distances = torch.linalg.vector_norm(x[:, :, None] - there, dim=3).sort(dim=2).values
-    return _of_runs(distances, len(points))
-
-
-def _of_runs(distances: Float[Tensor, "r l two"], sites: int) -> Float[Tensor, "s b three"]:
     ratios = (distances[:, :, 1] / distances[:, :, 0]).log().sort(dim=1).values
     found = torch.cat([_slope_sums(ratios), distances[:, :, 0].amin(dim=1, keepdim=True)], dim=1)
-    return found.unflatten(0, (sites, -1))
+    return found.unflatten(0, (len(points), -1))
 
 
 def _runs(points: Float[Tensor, "s n d"]) -> Float[Tensor, "s b l d"]:
-    blocks, stride, length = _cut(points.shape[1])
+    blocks, stride, length = cut(points.shape[1])
     return points[:, : blocks * stride].unflatten(1, (blocks, stride))[:, :, :length]
 
 
-def _cut(n: int) -> tuple[int, int, int]:
+def cut(n: int) -> tuple[int, int, int]:
     """As ``subsample_bars`` cuts rows: so many runs, one from every so many rows on, of so many rows."""
     blocks = min(SUBSAMPLES, n // MIN_ROWS)
     stride = n // blocks
     return blocks, stride, min(max(SUBSAMPLE_ROWS, MIN_ROWS), stride)
 
 
-def _told(here: dict[str, np.ndarray], n: int, copies: int) -> Iterator[Estimate | None]:
+def told(here: dict[str, np.ndarray], n: int, copies: int) -> Iterator[Estimate | None]:
     """The estimate of each site, or None where some row has no ratio or some slope is not positive."""
     bars, sums = here["bars"], here["sums"]
     good = np.logical_and.reduce(
@@ -193,7 +172,7 @@ def _told(here: dict[str, np.ndarray], n: int, copies: int) -> Iterator[Estimate
     )
     bars, sums = np.where(good[:, None, None], bars, 1.0), np.where(good[:, None], sums, 1.0)
     value, blocks = sums[:, 0] / sums[:, 1], bars.shape[1]
-    spread = np.log(bars[:, :, 0] / bars[:, :, 1]).std(axis=1, ddof=1) * math.sqrt(_cut(n)[2] / n)
+    spread = np.log(bars[:, :, 0] / bars[:, :, 1]).std(axis=1, ddof=1) * math.sqrt(cut(n)[2] / n)
     method, over = "TwoNN, facco", f"rows, from {blocks} disjoint subsamples"
     notes = (f"{copies:,} of {n + copies:,} rows were exact copies of earlier ones and were dropped",) if copies else ()
     for told, one, stderr in zip(good.tolist(), value.tolist(), (value * spread).tolist(), strict=True):

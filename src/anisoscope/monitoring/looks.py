@@ -47,6 +47,8 @@ class Plan:
     vectors: int
     seed: int
     turns: bool = False
+    memory: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What depends on the tokens of a probe alone, from the first look on."""
 
     @classmethod
     def of(
@@ -86,37 +88,30 @@ def probe_look(
     plan: Plan, batches: Sequence[Batch], loss: LossFunction, *, step: int, changed: Sequence[MapGradient] = ()
 ) -> Look:
     """One forward and backward pass over each batch. Gradients are those of the mean loss over all of them together."""
-    masks = [measured_mask(batch).cpu() for batch in batches]
-    chosen = _chosen(masks, plan)
-    weights = [predicted_tokens(loss, batch) for batch in batches]
-    # A tied embedding has a gradient at tokens that a batch does not hold: all batches give the same rows.
-    tokens = token_ids(batches)
+    held = _Tokens.of(plan, batches, loss)
     gathered = {site.name: _Gathered() for site in plan.sites}
     passes: list[Pass] = []
-    for batch, mask, keep, weight in zip(batches, masks, chosen, weights, strict=True):
-        done = _pass(plan, batch, loss, tokens, weight / max(1, sum(weights)))
+    for batch, mask, where, weight in zip(batches, held.masks, held.places, held.weights, strict=True):
+        done = _pass(plan, batch, loss, held.tokens, weight / max(1, sum(held.weights)))
         for name, into in gathered.items():
-            _gather(into, name, done, mask, keep, plan.turns)
+            _gather(into, name, done, mask, where, plan.turns)
         # Rows are taken out here; what stays of a pass must not hold all tokens of all batches.
-        kept = tuple(replace(one, signal=None if one.signal is None else _pick(one.signal, keep)) for one in done.maps)
+        kept = tuple(replace(one, signal=None if one.signal is None else _pick(one.signal, where)) for one in done.maps)
         passes.append(replace(done, states={}, gradients={}, maps=kept))
     missing = {name: why for done in passes for name, why in done.missing.items()}
     maps = _summed(passes)
-    rows: dict[str, Any] = {
-        "ids": torch.cat([batch.ids.cpu()[keep] for batch, keep in zip(batches, chosen, strict=True)]).long(),
-        "positions": torch.cat([b.positions.cpu()[keep] for b, keep in zip(batches, chosen, strict=True)]).long(),
-        "sequences": _sequences(chosen),
-    }
     views = tuple(
         SiteView(
             site=site.name,
             step=step,
             seed=plan.seed,
-            x=torch.cat(gathered[site.name].x),
+            x=_as_one(gathered[site.name].x),
             g=_joined(gathered[site.name].g),
-            **rows,
+            ids=held.ids,
+            positions=held.positions,
+            sequences=held.sequences,
             no_gradient=missing.get(site.name, ""),
-            tokens=sum(int(mask.sum()) for mask in masks),
+            tokens=held.measured,
             embedding=_merged([done.embedding for done in passes]) if site == plan.embed else None,
             turns=gathered[site.name].turns if plan.turns else None,
             missing=_of_site(missing, site, plan),
@@ -124,8 +119,53 @@ def probe_look(
         )
         for site in plan.sites
     )
+    weights = held.weights
     value = sum(done.loss * weight for done, weight in zip(passes, weights, strict=True)) / max(1, sum(weights))
     return Look(views, value, sum(batch.tokens for batch in batches))
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of a probe: which are measured, which rows are held and what is known of those."""
+
+    batches: tuple[Batch, ...]
+    loss: LossFunction
+    masks: list[Bool[Tensor, "_ _"]]
+    places: list[Int64[Tensor, "_"] | None]
+    """Rows that are held of each batch, on its device; None where all of them are."""
+    weights: list[int]
+    tokens: Int64[Tensor, "u"]
+    """A tied embedding has a gradient at tokens that a batch does not hold: all batches give the same rows."""
+    ids: Int64[Tensor, "n"]
+    positions: Int64[Tensor, "n"]
+    sequences: Int64[Tensor, "n"]
+    measured: int
+
+    @classmethod
+    def of(cls, plan: Plan, batches: Sequence[Batch], loss: LossFunction) -> _Tokens:
+        """Made once for the batches of a plan, kept in its memory."""
+        held = plan.memory.get("tokens")
+        if held is not None and held.loss is loss and _same(held.batches, batches):
+            return held
+        masks = [measured_mask(batch).cpu() for batch in batches]
+        chosen = _chosen(masks, plan)
+        where = [None if bool(keep.all()) else keep.flatten().nonzero().reshape(-1) for keep in chosen]
+        found = cls(
+            batches=tuple(batches), loss=loss, masks=masks,
+            places=[None if at is None else at.to(batch.ids.device) for at, batch in zip(where, batches, strict=True)],
+            weights=[predicted_tokens(loss, batch) for batch in batches],
+            tokens=token_ids(batches),
+            ids=torch.cat([batch.ids.cpu()[keep] for batch, keep in zip(batches, chosen, strict=True)]).long(),
+            positions=torch.cat([b.positions.cpu()[keep] for b, keep in zip(batches, chosen, strict=True)]).long(),
+            sequences=_sequences(chosen),
+            measured=sum(int(mask.sum()) for mask in masks),
+        )  # fmt: skip
+        plan.memory["tokens"] = found
+        return found
+
+
+def _same(held: Sequence[Batch], batches: Sequence[Batch]) -> bool:
+    return len(held) == len(batches) and all(one is two for one, two in zip(held, batches, strict=True))
 
 
 def _pass(plan: Plan, batch: Batch, loss: LossFunction, tokens: Tensor, scale: float) -> Pass:
@@ -180,26 +220,31 @@ def sequences_held(masks: Sequence[Bool[Tensor, "_ _"]], plan: Plan) -> Int64[Te
     return _sequences(_chosen(masks, plan))
 
 
-def _gather(into: _Gathered, name: str, done: Pass, mask: Tensor, keep: Tensor, turns: bool) -> None:
+def _gather(into: _Gathered, name: str, done: Pass, mask: Tensor, where: Tensor | None, turns: bool) -> None:
     states = done.states[name]
     if states.shape[:2] != mask.shape:
         raise ShapeError(
             f"site {name!r} holds {tuple(states.shape[:2])} sequences and tokens, the probe {tuple(mask.shape)}"
         )
-    into.x.append(_pick(states, keep))
+    into.x.append(_pick(states, where))
     if name in done.gradients:
-        into.g.append(_pick(done.gradients[name], keep))
+        into.g.append(_pick(done.gradients[name], where))
     if turns:
         into.turns = into.turns.update(Chunk(states.cpu(), mask, 0, continues=False))
 
 
-def _pick(states: Tensor, keep: Bool[Tensor, "b t"]) -> Tensor:
-    rows = states[keep.to(states.device)]
+def _pick(states: Tensor, where: Int64[Tensor, "_"] | None) -> Tensor:
+    rows = states.flatten(0, 1)
+    rows = rows if where is None else rows.index_select(0, where.to(rows.device))
     return rows if rows.dtype == torch.float64 else rows.float()
 
 
-def _joined(parts: Sequence[Tensor] | None) -> Tensor | None:
-    return torch.cat(list(parts)) if parts else None
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    return _as_one(parts) if parts else None
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _sequences(chosen: Sequence[Tensor]) -> Tensor:

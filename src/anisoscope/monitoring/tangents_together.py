@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError
 from anisoscope.estimate import Estimate
-from anisoscope.measures.later import eigh_later, fetched
+from anisoscope.measures.later import fetched, leading_later
 from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, P_VALUE, SPLIT, Asked, Here, Result, labels_of, plain
 from anisoscope.monitoring.views import Name, SiteView
 from anisoscope.rows import power_of_two_scale
@@ -199,7 +199,7 @@ def _begin_pca(asked: Asked, centred: Centred) -> Callable[[], dict[str, Fits]]:
     """Begin the decompositions, the dearest step there is to wait for."""
     if "pca" not in asked.proxies:
         return dict
-    later = eigh_later(centred.scatter)
+    later = leading_later(centred.scatter, asked.rank)
     return lambda: {"pca": pca_fits(centred, asked.rank, later())}
 
 

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from anisoscope.measures.leading import orthonormal_columns
 from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
-from anisoscope.tangent.sweeps import account, inverses, swept_all
+from anisoscope.tangent.sweeps import account, has_kernels, inverses, swept_all
 from anisoscope.tangent.visits import HalfSteps, can_visit, warm_codes
 
 MAX_ITER, TOLERANCE, SWEEPS = 200, 1e-4, 4  # as ``fit_seminmf`` has them
@@ -23,6 +24,7 @@ WIDE_CELLS = 1 << 27  # half a gigabyte or so
 SPLIT_COLUMNS = 1024  # codes multiplied at a time: long thin products leave most of a GPU idle
 KMEANS_ROUNDS = 8
 EPS = torch.finfo(torch.float64).eps
+CHOLESKY_CONDITION = 1e10  # of a Gram matrix: its root is lost twice, and digits are left
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,7 @@ def seminmf_fits(centred: Centred, start: Float[Tensor, "f k d"]) -> Fits:
     order = (second * length.square()).argsort(dim=1, descending=True, stable=True)
     unit = concepts / torch.where(length > 0, length, 1.0)[:, :, None]
     unit = unit.gather(1, order[:, :, None].expand_as(unit))
-    basis, triangle = torch.linalg.qr(unit.transpose(1, 2))
-    least = torch.linalg.svdvals(triangle)[:, -1]
-    full = least > 16 * max(unit.shape[1:]) ** 0.5 * EPS
-    basis = with_fixed_signs(basis)
+    basis, full = _spanned(unit)
     zeros = (codes == 0).sum(dim=(1, 2)) - (a.shape[1] - centred.counts) * rank
     facts = {
         **centred.facts(basis),
@@ -123,6 +122,18 @@ def seminmf_fits(centred: Centred, start: Float[Tensor, "f k d"]) -> Fits:
         "iterations": iterations.double(),
     }
     return Fits(basis, facts, ordinary & sound & full, unit, settled)
+
+
+def _spanned(unit: Float[Tensor, "f k d"]) -> tuple[Float[Tensor, "f d k"], Bool[Tensor, "f"]]:
+    """``spans.basis_of`` of each fit's concepts, and whether they span as many dimensions as they are."""
+    if not has_kernels(unit.device, unit.shape[1]):
+        basis, triangle = torch.linalg.qr(unit.mT)
+        full = torch.linalg.svdvals(triangle)[:, -1] > 16 * max(unit.shape[1:]) ** 0.5 * EPS
+        return with_fixed_signs(basis), full
+    # By Cholesky, in products over all fits; a condition that would cost it digits is left to the plain path.
+    active = torch.ones(len(unit), dtype=torch.bool, device=unit.device)
+    basis, sound = orthonormal_columns(unit.mT)
+    return with_fixed_signs(basis), sound & inverses(unit @ unit.mT, active, CHOLESKY_CONDITION)[1]
 
 
 def kmeans_starts(centred: Centred, rank: int, seed: int) -> Float[Tensor, "f k d"]:

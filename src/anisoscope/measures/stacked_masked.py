@@ -1,0 +1,139 @@
+"""TwoNN of several sites at once by kernels, copies and all: nothing is asked of the device before all is searched.
+
+Copies are not taken out, which would need their number: they are marked, are nobody's neighbours, and have no ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from anisoscope.estimate import Estimate
+from anisoscope.measures import row_kernels
+from anisoscope.measures.dimension import FACCO_KEPT
+from anisoscope.measures.found import Found
+from anisoscope.measures.later import beside, fetched, side_stream
+from anisoscope.measures.neighbors_fused import LEAST_ROWS, can_fuse, search_fused
+from anisoscope.measures.neighbors_gpu import mended, settle
+from anisoscope.measures.stacked_neighbors import (
+    WIDE_CELLS,
+    begin_two_nn,
+    copy_weights,
+    cut,
+    fitted,
+    plain_subsamples,
+    told,
+)
+from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES
+
+
+def begin(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | None]]:
+    """Begin TwoNN of each site, by kernels where they serve; see ``begin_two_nn``."""
+    if not (rows.dtype == torch.float32 and can_fuse(rows[0], 2)):
+        return begin_two_nn(rows)
+    stream = side_stream(rows.device)
+    with beside(stream):
+        step = max(1, WIDE_CELLS // rows[0].numel())  # sites whose rows are held as float64 at a time
+        parts = [_Searched.of(some.contiguous()) for some in rows.split(step)]
+        table = {name: torch.cat([one.table[name] for one in parts]) for name in parts[0].table}
+
+    def finish() -> list[Estimate | None]:
+        with beside(stream):
+            here = fetched(table)
+            each = [(one, place) for one in parts for place in range(len(one.rows))]
+            for site, (one, place) in enumerate(each):
+                one.make_certain(place, {name: value[site : site + 1] for name, value in here.items()})
+            return _estimates(here, rows.shape[1])
+
+    return finish
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """Rows of some sites, which of them are copies, what was found, and what is to be fetched of it."""
+
+    rows: Float[Tensor, "s n d"]
+    copy: Bool[Tensor, "s n"]
+    found: list[Found]
+    table: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, rows: Float[Tensor, "s n d"]) -> _Searched:
+        copy, clash = row_kernels.copies(rows, copy_weights(rows.shape[2], str(rows.device)))
+        found = mended(rows, 2, search_fused(rows, 2, 1.0, left_out=copy), copy)
+        near, far = torch.stack([one.distances for one in found]).unbind(dim=2)
+        kept = (~copy).sum(dim=1)
+        ratios = (far / near).log().masked_fill_(copy, torch.inf).sort(dim=1).values
+        table = {
+            "kept": kept,
+            "clash": clash,
+            "sums": _slope_sums(ratios, kept),
+            "least": near.masked_fill(copy, torch.inf).amin(dim=1),
+            "unsettled": torch.stack([(~one.settled).sum() for one in found]),
+            "bars": _subsamples(rows, copy, kept),
+        }
+        return cls(rows, copy, found, table)
+
+    def make_certain(self, place: int, here: dict[str, np.ndarray]) -> None:
+        """Put right what was not certain of a site, of few rows as a rule; ``here`` is brought up to date in place."""
+        again = bool(here["unsettled"][0] > 0 and np.isfinite(here["sums"]).all())
+        doubtful = bool(np.isnan(here["bars"]).any())
+        if here["kept"][0] < LEAST_ROWS or not (again or doubtful):
+            return
+        kept = (~self.copy[place]).nonzero().reshape(-1)
+        points, one = self.rows[place][kept], self.found[place]
+        if again:
+            # Places of neighbours are those among all rows; nothing here asks for them.
+            left = Found(one.distances[kept], one.indices[kept], one.settled[kept])
+            for name, value in fetched(fitted(settle(points, 2, 1.0, left).distances[None])).items():
+                here[name][0] = value[0]
+            here["unsettled"][0] = 0
+        if doubtful:
+            here["bars"][0] = fetched({"bars": plain_subsamples(points[None])})["bars"][0]
+
+
+def _slope_sums(ratios: Float[Tensor, "r l"], kept: Int[Tensor, "r"]) -> Float[Tensor, "r two"]:
+    """The two sums behind the slope of ``facco``, for rows of ascending ratios of which the first ``kept`` are real."""
+    place = torch.arange(1, ratios.shape[1] + 1, dtype=torch.float64, device=ratios.device)
+    number = kept.double()[:, None]
+    inside = place <= (FACCO_KEPT * number).floor()
+    x = torch.where(inside, ratios, 0.0)
+    y = torch.where(inside, -torch.log1p(-torch.where(inside, place / number, 0.0)), 0.0)
+    return torch.stack([(x * y).sum(dim=1), x.square().sum(dim=1)], dim=1)
+
+
+def _subsamples(
+    rows: Float[Tensor, "s n d"], copy: Bool[Tensor, "s n"], kept: Int[Tensor, "s"]
+) -> Float[Tensor, "s b three"]:
+    """The same sums of disjoint runs of the rows that are no copies, and the least distance met in each; NaN where a
+    run is not certain. Runs are those of ``cut`` for SUBSAMPLES runs, which LEAST_ROWS rows have."""
+    order = copy.byte().sort(dim=1, stable=True).indices  # rows that are no copies first
+    strides = (kept // SUBSAMPLES).int()
+    lengths = strides.clamp_max(SUBSAMPLE_ROWS)
+    most = min(SUBSAMPLE_ROWS, rows.shape[1] // SUBSAMPLES)
+    distances, sure = row_kernels.nearest_within(rows, order, SUBSAMPLES, strides, lengths, most)
+    near, far = distances.flatten(0, 1).unbind(dim=2)
+    real = torch.arange(most, device=rows.device) < lengths.repeat_interleave(SUBSAMPLES)[:, None]
+    ratios = (far / near).log().masked_fill_(~real, torch.inf).sort(dim=1).values
+    sums = _slope_sums(ratios, lengths.repeat_interleave(SUBSAMPLES))
+    found = torch.cat([sums, near.amin(dim=1, keepdim=True)], dim=1).unflatten(0, sure.shape)
+    return found.masked_fill_(~sure[:, :, None], torch.nan)
+
+
+def _estimates(here: dict[str, np.ndarray], n: int) -> list[Estimate | None]:
+    """Of each site, None where two different rows have one code or too few rows are left."""
+    kept, clash = here.pop("kept").astype(int), here.pop("clash").astype(bool)
+    found: list[Estimate | None] = [None] * len(kept)
+    for number in sorted(set(kept[~clash].tolist())):
+        if number < LEAST_ROWS:
+            continue
+        assert cut(number)[0] == SUBSAMPLES
+        sites = np.flatnonzero((kept == number) & ~clash)
+        for site, one in zip(sites, told({name: value[sites] for name, value in here.items()}, number, n - number), strict=True):  # fmt: skip # noqa: E501
+            found[int(site)] = one
+    return found
