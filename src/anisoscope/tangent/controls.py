@@ -6,6 +6,8 @@ asked for: the same seed means the same spans everywhere.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -15,6 +17,7 @@ from anisoscope.stats.moments import Moments
 from anisoscope.tangent.units import stream
 
 CONTROL_KINDS = ("normal", "normal_top", "random")
+KEPT_NUMBERS = 1 << 20  # draws of up to so many numbers are kept for the next call: eight of them, 32 MB at most
 ORTHONORMAL = 1e-4
 """How far ``Q^T Q`` may be from the identity before a basis is refused: far above the rounding of float32."""
 
@@ -49,8 +52,15 @@ def gaussian_draws(
     """The Gaussian matrices behind every random control, width first, so that one product takes all of them."""
     if draws < 1:
         raise OptionError(f"draws={draws}: at least one control is needed")
-    generator = stream(seed, "controls")
-    return torch.randn(width, draws, rank, generator=generator).to(device)
+    draw = _kept_draws if width * draws * rank <= KEPT_NUMBERS else _draw
+    return draw(width, rank, draws, seed).to(device)
+
+
+def _draw(width: int, rank: int, draws: int, seed: int) -> Float[Tensor, "d b k"]:
+    return torch.randn(width, draws, rank, generator=stream(seed, "controls"))
+
+
+_kept_draws = lru_cache(maxsize=8)(_draw)  # sites and looks meet the same ones; nobody writes into them
 
 
 def control_bases(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +20,7 @@ from anisoscope.text.frequency import FrequencyBins, TokenCounts
 
 BOOTSTRAPS = 999
 BLOCK_CELLS = 4_000_000  # of bootstrap weights held at a time
+KEPT_CELLS = 500_000  # up to so many are kept for the next call, 4 MB
 CORRELATIONS = ("pearson", "spearman")
 SAME = 1e-12  # of the distance to the global centroid: nothing but rounding
 CENTROIDS = ("own-type centroid", "global centroid")
@@ -213,13 +216,8 @@ def correlation(
     if not float((x - x.mean()).abs().max()) > 0 or not float((y - y.mean()).abs().max()) > 0:
         raise DegenerateError("one side of the correlation is constant")
     value = float(_weighted(x, y, torch.ones(1, t, dtype=torch.float64, device=x.device), kind)[0])
-    generator = stream(seed, "bootstrap")
-    drawn = []
-    for at in range(0, bootstraps, step := max(1, BLOCK_CELLS // t)):
-        rows = min(step, bootstraps - at)
-        picks = torch.randint(t, (rows, t), generator=generator)
-        weights = torch.zeros(rows, t, dtype=torch.float64).scatter_add_(1, picks, torch.ones_like(picks).double())
-        drawn.append(_weighted(x, y, weights.to(x.device), kind))
+    blocks = _kept_weights(t, bootstraps, seed) if t * bootstraps <= KEPT_CELLS else _weights(t, bootstraps, seed)
+    drawn = [_weighted(x, y, weights.to(x.device), kind) for weights in blocks]
     spread = torch.cat(drawn)
     spread = spread[torch.isfinite(spread)].clamp(-1 + 1e-12, 1 - 1e-12)  # a draw of one point alone has no r
     bar, parts = None, {}
@@ -233,6 +231,21 @@ def correlation(
         textbook = (1 - value**2) / math.sqrt(t - 3)
         parts["fisher stderr"] = Estimate(value=textbook, stderr=None, n=t, method="normal pairs")
     return Estimate(value=value, n=t, method=kind, parts=parts, **fields(bar))
+
+
+def _weights(t: int, bootstraps: int, seed: int) -> Iterator[Float[Tensor, "b t"]]:
+    """How often each of the pairs is in each bootstrap sample, a block of samples at a time."""
+    generator = stream(seed, "bootstrap")
+    for at in range(0, bootstraps, step := max(1, BLOCK_CELLS // t)):
+        rows = min(step, bootstraps - at)
+        picks = torch.randint(t, (rows, t), generator=generator)
+        yield torch.zeros(rows, t, dtype=torch.float64).scatter_add_(1, picks, torch.ones_like(picks).double())
+
+
+@lru_cache(maxsize=4)
+def _kept_weights(t: int, bootstraps: int, seed: int) -> tuple[Float[Tensor, "b t"], ...]:
+    """The same, kept: a look asks for them at every site, and four times at each."""
+    return tuple(_weights(t, bootstraps, seed))
 
 
 def _weighted(x: Tensor, y: Tensor, weights: Float[Tensor, "b t"], kind: str) -> Float[Tensor, "b"]:

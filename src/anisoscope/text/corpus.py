@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from anisoscope.errors import OptionError, SourceError, choose
-from anisoscope.text.dump import read_pages
 from anisoscope.text.embedded import embedded_documents
 from anisoscope.text.streams import SUFFIXES, as_text, open_bytes, read_bytes
-from anisoscope.text.wiki import clean
 
 KINDS = ("auto", "text", "lines", "wiki")
 END_OF_TEXT = "<|endoftext|>"
@@ -163,6 +161,9 @@ def _documents(name: str, chunks: Iterator[bytes], kind: str, seen: Counter[str]
     head = next(chunks, b"")
     chunks = chain([head], chunks)
     if kind == "wiki" or (kind == "auto" and head.lstrip()[:10].lower() == b"<mediawiki"):
+        from anisoscope.text.dump import read_pages  # here, not above: their patterns take a while to compile
+        from anisoscope.text.wiki import clean
+
         return (clean(page.wikitext) for page in read_pages(chunks, seen, name=name))
     text = as_text(chunks, name)
     start = _take(text, HEAD_CHARACTERS)
