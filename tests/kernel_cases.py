@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from anisoscope.measures import neighbors_fused
-from anisoscope.tangent import stacked_fits, sweeps
+from anisoscope.tangent import descending, descent, seminmf, stacked_fits, sweeps
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
@@ -70,14 +70,50 @@ def clouds():
     }
 
 
-def codes(rank):
-    a, concepts = draw(2, 150, 9), draw(2, rank, 9, seed=1, dtype=torch.float64)
-    z = draw(2, rank, 150, seed=2).clamp_min(0)
-    cross, gram = concepts.float() @ a.mT, concepts @ concepts.mT
-    active = torch.tensor([True, False])
+def codes(rank, dtype):
+    """Rounds by the kernel against plain ones, for all of three fits and for two; a concept of one has no length."""
+    a, concepts = draw(3, 150, 9, dtype=dtype), draw(3, rank, 9, seed=1, dtype=torch.float64)
+    concepts[2, rank // 2] = 0
+    z = draw(3, rank, 150, seed=2, dtype=dtype).clamp_min(0)
+    cross, gram = concepts.to(dtype) @ a.mT, concepts @ concepts.mT
+    active = torch.tensor([True, False, True])
     here, there = (one(z, cross, gram, 3, active) for one in (sweeps.swept_all, sweeps.rounds))
     assert torch.equal(there[1], z[1])
-    return float((here - there).abs().max() / here.abs().max())
+    assert there.dtype == dtype and not there[2, rank // 2].any(), "a concept of length zero has no codes"
+    every = sweeps.rounds(z, cross, gram, 3)
+    alone = torch.stack([descent.swept(*one, 3) for one in zip(z, cross, gram, strict=True)])
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in ((there, here), (every, alone)))
+
+
+def alone(momentum, start):
+    """One fit by the kernels beside the same by plain products: errors after each half step, and the factors."""
+    made = draw(130, 5, seed=5).relu().double() @ draw(5, 12, seed=4).double()
+    rows = (made + 0.3 * draw(130, 12, seed=6).double()).abs()
+    concepts = rows[:5].clone()
+    if start == "idle":
+        concepts[2] = 0  # no row uses it at first
+    begun = descending._Pace.begun
+    if start == "wild":
+        descending._Pace.begun = lambda momentum: descending._Pace(1e6, 1e6)  # much too far
+    options = {"concepts": concepts, "centre": False, "tolerance": 3e-3, "max_iter": 20, "momentum": momentum}
+    plain = seminmf.fit_seminmf(rows, 5, **options)
+    before = [module.has_kernels for module in (descending, descent)]
+    asked = list[int]()
+
+    def counted(self, *given, real=descending._Work.round):
+        asked.append(1)
+        return real(self, *given)
+
+    descending._Work.round, kept = counted, descending._Work.round
+    descending.has_kernels = descent.has_kernels = lambda device, rank: True
+    found = seminmf.fit_seminmf(rows, 5, **options)
+    descending.has_kernels, descent.has_kernels = before
+    descending._Work.round, descending._Pace.begun = kept, begun
+    assert found.iterations == plain.iterations and found.converged == plain.converged, (found, plain)
+    assert bool((found.codes >= 0).all())
+    pairs = ((torch.tensor(f.history), f.concepts, f.codes) for f in (found, plain))
+    gap = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*pairs, strict=True))
+    return {"gap": gap, "careful": len(asked), "iterations": found.iterations}
 
 
 def small_inverses(rank):
@@ -133,7 +169,10 @@ if __name__ == "__main__":
         "descents": descents,
         "neighbours": lambda: {name: neighbours(*one) for name, one in clouds().items()},
         "groups": groups,
-        "codes": lambda: {rank: codes(rank) for rank in (2, 5)},
+        "codes": lambda: {
+            f"{r} {t}": codes(r, t) for r, t in ((2, torch.float32), (5, torch.float32), (5, torch.float64))
+        },
+        "alone": lambda: {f"{m} {s}": alone(m, s) for m, s in ((0, "rows"), (0.5, "rows"), (0, "idle"), (0.5, "wild"))},
         "inverses": lambda: {rank: small_inverses(rank) for rank in (3, 8)},
         "accounts": lambda: {rank: accounts(rank) for rank in (3, 8)},
     }

@@ -120,8 +120,8 @@ def test_momentum_needs_fewer_iterations_for_the_same_error(seed):
 def test_momentum_that_overshoots_is_taken_back(seed, monkeypatch):
     """A pace that always goes much too far: every such step is refused, and the descent is the plain one."""
     rows, codes, _ = planted(seed)
-    monkeypatch.setattr(descending._Momentum, "told", lambda self, helped: refused.append(not helped))
-    monkeypatch.setattr(descending, "BEGIN", 1e6)
+    monkeypatch.setattr(descending._Pace, "told", lambda self, helped: refused.append(not helped) or self)
+    monkeypatch.setattr(descending._Pace, "begun", lambda momentum: descending._Pace(1e6 * momentum, 1e6))
     refused = []
     options = {"codes": codes + 0.2, "tolerance": 0, "max_iter": 12}
     wild, plain = (fit_seminmf(rows, 5, momentum=momentum, **options) for momentum in (True, False))

@@ -11,15 +11,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-COLUMNS = 128
-"""Rows of the data whose codes one program keeps."""
 WIDTH = 128
 """Entries of a concept that one program adds up at a time."""
 
 
 @triton.jit
-def rounds(codes, out, cross, gram, active, n, K: tl.constexpr, P: tl.constexpr, S: tl.constexpr, B: tl.constexpr):
-    """``S`` rounds over the codes of each fit; those of a fit that is not active stay as they are."""
+def rounds(
+    codes, out, cross, gram, inverse, active, n,
+    K: tl.constexpr, P: tl.constexpr, S: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """``S`` rounds over the codes of each fit; those of a fit that is not active stay as they are.
+
+    ``inverse`` is one over the squared length of each concept, and zero for one of length zero, whose codes become
+    zero. Codes and ``cross`` are of one type, float32 or float64.
+    """
     fit = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * B + tl.arange(0, B)
     concepts = tl.arange(0, P)
@@ -27,13 +32,14 @@ def rounds(codes, out, cross, gram, active, n, K: tl.constexpr, P: tl.constexpr,
     places = fit * K * n + concepts[:, None] * n + columns[None, :]
     z = tl.load(codes + places, mask=inside, other=0.0)
     if tl.load(active + fit):
-        size = tl.load(gram + fit * K * K + concepts * (K + 1), mask=concepts < K, other=1.0)
-        aim = tl.load(cross + places, mask=inside, other=0.0) * (1.0 / size).to(tl.float32)[:, None]
+        scale = tl.load(inverse + fit * K + concepts, mask=concepts < K, other=0.0)
+        aim = tl.load(cross + places, mask=inside, other=0.0) * scale.to(z.dtype)[:, None]
+        z = tl.where((scale > 0)[:, None], z, 0.0)
         for _ in range(S):
             for k in range(K):
-                at = fit * K * K + k * K
-                row = tl.load(gram + at + concepts, mask=concepts < K, other=0.0) / tl.load(gram + at + k)
-                row = tl.where(concepts == k, 0.0, row).to(tl.float32)
+                row = tl.load(gram + fit * K * K + k * K + concepts, mask=concepts < K, other=0.0)
+                row = row * tl.load(inverse + fit * K + k)
+                row = tl.where(concepts == k, 0.0, row).to(z.dtype)
                 here = (concepts == k)[:, None]
                 value = tl.sum(tl.where(here, aim, 0.0) - row[:, None] * z, axis=0)
                 z = tl.where(here, tl.maximum(value, 0.0)[None, :], z)

@@ -1,7 +1,8 @@
 """The descent of semi-NMF: half steps by turns until the error settles, with momentum where it helps.
 
-Rows are taken in parts that fit into a cache, side by side where there are cores. The parts and the order of their sums
-do not depend on how many cores there are. Codes lie here as ``(K,N)``.
+On a CPU rows are taken in parts that fit into a cache, side by side where there are cores. The parts and the order of
+their sums do not depend on how many cores there are. On a GPU a few rounds are launched before their errors are asked
+for, as if all of them went well; the first that did not is done again with care. Codes lie here as ``(K,N)``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any, TypeAlias
@@ -18,13 +19,27 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anisoscope.tangent.descent import least_squares, part_rows, reseeded, second_moment, swept
+from anisoscope.tangent.descent import against, least_squares, part_rows, pulled, reseeded, second_moment, solved, swept
+from anisoscope.tangent.sweeps import has_kernels, inverses
 
 RESEEDS = 10  # rounds in which concepts without rows get a new direction
 BEGIN, GROW, SHRINK, GROW_LIMIT = 0.9, 1.2, 1.2, 1.01  # of the momentum; its rule is that of Ang and Gillis (2019)
+WINDOW = 4  # rounds launched on a GPU between two questions to it
+FEW_SHARE, FEW_ROWS, FEW_EACH = 8, 2048, 16  # a descent on few rows: an eighth of them, so many, so many a concept
+FEW_TOLERANCE, FEW_ITERATIONS = 1e-3, 60  # it only has to come near
+CODE_SWEEPS, CODE_SETTLED = 4, 1e-3  # of the codes of all rows under its concepts
 
 Parts: TypeAlias = Sequence[Tensor]
 Each: TypeAlias = Callable[[Callable[[int], Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a descent ends: after so many iterations, or when one lowers the error by less than ``tolerance`` of it."""
+
+    max_iter: int
+    tolerance: float
+    sweeps: int  # over the codes in each iteration
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ class _Sums:
 
     @classmethod
     def of(cls, codes: Tensor, rows: Tensor) -> _Sums:
-        return cls(second_moment(codes), (codes @ rows).double())
+        return cls(second_moment(codes), pulled(codes, rows).double())
 
     def __add__(self, other: _Sums) -> _Sums:
         return _Sums(self.second + other.second, self.pull + other.pull)
@@ -69,18 +84,45 @@ class _Swept:
     sums: _Sums
 
 
-@dataclass
-class _Momentum:
+@dataclass(frozen=True)
+class _Pace:
     """How far to go on along the last change, and the most that it may become."""
 
     now: float
-    limit: float = 1.0
+    limit: float
 
-    def told(self, helped: bool) -> None:
+    @classmethod
+    def begun(cls, momentum: float) -> _Pace:
+        return cls(min(BEGIN, momentum), momentum)
+
+    def told(self, helped: bool) -> _Pace:
         if helped:
-            self.now, self.limit = min(self.limit, GROW * self.now), min(1.0, GROW_LIMIT * self.limit)
-        else:
-            self.now, self.limit = self.now / SHRINK, self.now
+            return _Pace(min(self.limit, GROW * self.now), min(1.0, GROW_LIMIT * self.limit))
+        return _Pace(self.now / SHRINK, self.now)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Factors between two rounds; ``last`` are the codes of the round before, where momentum may go on from them."""
+
+    concepts: Tensor
+    codes: Parts
+    last: Parts | None
+    pace: _Pace
+    reseeds: int = 0
+
+    @property
+    def ahead(self) -> float:
+        return self.pace.now if self.last is not None else 0.0
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A round: where it led, the errors after its half steps, and whether concepts were given new directions."""
+
+    state: _State
+    errors: tuple[float, float]
+    renewed: bool = False
 
 
 def descend(
@@ -88,52 +130,150 @@ def descend(
     concepts: Float[Tensor, "k d"],
     codes: Float[Tensor, "k n"],
     size: float,
+    limits: Limits,
     *,
-    max_iter: int,
-    tolerance: float,
-    sweeps: int,
-    momentum: bool,
+    momentum: float,
 ) -> Run:
-    """Half steps from these factors until an iteration lowers the error by less than ``tolerance`` of it.
+    """Half steps from these factors until the error settles.
 
-    ``size`` is the sum of squares of the rows. With ``momentum`` the concepts follow codes that went on in the
-    direction of their last change, if the error is not above what the half step of the codes had reached; else, and
-    without it, they follow the codes as they are. Either way no half step raises the error.
+    ``size`` is the sum of squares of the rows. With ``momentum`` the concepts follow codes that went on by that share
+    (to begin with) of their last change, if the error is not above what the half step of the codes had reached; else,
+    and without it, they follow the codes as they are. Either way no half step raises the error.
     """
     with _side_by_side(a_ND, len(codes)) as (rows, each):
+        work = _Work(a_ND, rows, each, size, limits.sweeps, momentum)
         z = [part.contiguous() for part in codes.split(len(rows[0]), dim=1)]
-        last: Parts | None = None
-        pace, history = _Momentum(BEGIN), list[float]()
-        reseeds, converged, iteration = 0, False, 0
-        for iteration in range(1, max_iter + 1):
-            small, gram = concepts.to(a_ND.dtype), concepts @ concepts.T
-            ahead = pace.now if momentum and last is not None else 0.0
-            found: list[_Swept] = each(_Step(rows, z, last if ahead else None, small, gram, sweeps, ahead))
-            last = [one.codes for one in found]
-            history.append(max(size + sum(one.lost for one in found), 0.0) / size)
-            sums = reduce(add, [one.sums for one in found])
-            fresh, error = sums.concepts(concepts, size, a_ND.dtype)
-            z = [one.codes if one.beyond is None else one.beyond for one in found]
-            if ahead:
-                pace.told(error <= history[-1])
-                if error > history[-1]:
-                    z = last
-                    sums = reduce(add, each(_Followed(rows, z)))
-                    fresh, error = sums.concepts(concepts, size, a_ND.dtype)
-            concepts = fresh
-            history.append(error)
-            dead = sums.second.diagonal() <= 0
-            if bool(dead.any()) and reseeds < RESEEDS and iteration < max_iter:
-                renewed = reseeded(a_ND, concepts, torch.cat(z, dim=1), dead)
-                reseeds += 1
-                if renewed is not None:
-                    concepts, last = renewed, None
-                    continue
+        state = _State(concepts, z, None, _Pace.begun(momentum))
+        history, converged = list[float](), False
+        rounds = _in_windows if has_kernels(a_ND.device, len(codes)) else _one_by_one
+        for done in rounds(work, state, limits.max_iter):
+            state = done.state
+            history += done.errors
             before = history[-3] if len(history) > 2 else 1.0
-            if before - history[-1] <= tolerance * before:
+            if not done.renewed and before - history[-1] <= limits.tolerance * before:
                 converged = True
                 break
-        return Run(concepts, torch.cat(z, dim=1), tuple(history), iteration, converged)
+        return Run(state.concepts, torch.cat(list(state.codes), dim=1), tuple(history), len(history) // 2, converged)
+
+
+def descend_few(
+    a_ND: Float[Tensor, "n d"],
+    concepts: Float[Tensor, "k d"],
+    codes: Float[Tensor, "k n"],
+    limits: Limits,
+    *,
+    seed: int,
+) -> tuple[Float[Tensor, "k d"], Float[Tensor, "k n"]] | None:
+    """Concepts after a plain descent on a few of the rows, drawn at random, and the codes of all rows under them.
+
+    Most of the way goes as well on an eighth of the rows, at an eighth of the cost; None for too few rows. Of these
+    iterations eight are allowed for each of ``max_iter``.
+    """
+    n, rank = codes.shape[1], len(codes)
+    few = max(FEW_ROWS, FEW_EACH * rank, n // FEW_SHARE)
+    if n < 4 * few:
+        return None
+    picks = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:few].sort().values.to(a_ND.device)
+    sample = a_ND[picks]
+    size = float(sample.square().sum(dtype=torch.float64))
+    if size == 0:
+        return None
+    most, tolerance = min(FEW_ITERATIONS, FEW_SHARE * limits.max_iter), max(FEW_TOLERANCE, limits.tolerance)
+    coarse = replace(limits, max_iter=most, tolerance=tolerance)
+    run = descend(sample, concepts, codes[:, picks].contiguous(), size, coarse, momentum=0.0)
+    with _side_by_side(a_ND, rank) as (rows, each):
+        found = each(lambda at: solved(rows[at], run.concepts, CODE_SWEEPS, CODE_SETTLED))
+    return run.concepts, torch.cat(found, dim=1)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the rounds of one descent share."""
+
+    a_ND: Tensor
+    rows: Parts
+    each: Each
+    size: float
+    sweeps: int
+    momentum: float
+
+    def round(self, state: _State, final: bool) -> _Done:
+        """One round with care for everything: momentum that does not help, lost ranks, concepts without rows."""
+        concepts, dtype, ahead = state.concepts, self.a_ND.dtype, state.ahead
+        small, gram = concepts.to(dtype), concepts @ concepts.T
+        step = _Step(self.rows, state.codes, state.last if ahead else None, small, gram, self.sweeps, ahead)
+        found: list[_Swept] = self.each(step)
+        last = [one.codes for one in found]
+        codes_error = max(self.size + sum(one.lost for one in found), 0.0) / self.size
+        sums = reduce(add, [one.sums for one in found])
+        fresh, error = sums.concepts(concepts, self.size, dtype)
+        z = [one.codes if one.beyond is None else one.beyond for one in found]
+        pace = state.pace.told(error <= codes_error) if ahead else state.pace
+        if ahead and error > codes_error:
+            z = last
+            sums = reduce(add, self.each(_Followed(self.rows, z)))
+            fresh, error = sums.concepts(concepts, self.size, dtype)
+        after = _State(fresh, z, last if self.momentum else None, pace, state.reseeds)
+        dead = sums.second.diagonal() <= 0
+        if bool(dead.any()) and state.reseeds < RESEEDS and not final:
+            after = replace(after, reseeds=state.reseeds + 1)
+            renewed = reseeded(self.a_ND, fresh, torch.cat(z, dim=1), dead)
+            if renewed is not None:
+                return _Done(replace(after, concepts=renewed, last=None), (codes_error, error), True)
+        return _Done(after, (codes_error, error))
+
+    def hoped(self, state: _State) -> tuple[_State, Tensor]:
+        """The same round on a GPU if nothing is unusual, without a question to it; and what tells whether it was so.
+
+        That is both errors, and whether the concepts could be had from an inverse.
+        """
+        concepts, (rows,), (codes,), ahead = state.concepts, self.rows, state.codes, state.ahead
+        small, gram = concepts.to(rows.dtype), concepts @ concepts.T
+        cross = against(small, rows)
+        new = swept(codes, cross, gram, self.sweeps)
+        fit = (cross * new).sum(dtype=torch.float64)
+        own = second = second_moment(new)
+        beyond = new
+        if ahead and state.last is not None:
+            beyond = torch.lerp(state.last[0], new, 1 + ahead).clamp_min_(0)
+            second = second_moment(beyond)
+        pull = pulled(beyond, rows).double()
+        limit = 1 / (len(codes) * torch.finfo(rows.dtype).eps)
+        inverse, good = inverses(second[None], torch.ones(1, dtype=torch.bool, device=rows.device), limit)
+        fresh = torch.addmm(concepts, inverse[0], torch.addmm(pull, second, concepts, alpha=-1))
+        lost = torch.stack([(own * gram).sum() - 2 * fit, ((second @ fresh - 2 * pull) * fresh).sum()])
+        errors = (lost + self.size).clamp_min_(0) / self.size
+        pace = state.pace.told(True) if ahead else state.pace
+        after = _State(fresh, [beyond], [new] if self.momentum else None, pace, state.reseeds)
+        return after, torch.cat([errors, good.double()])
+
+
+def _one_by_one(work: _Work, state: _State, most: int) -> Iterator[_Done]:
+    for at in range(most):
+        done = work.round(state, at == most - 1)
+        yield done
+        state = done.state
+
+
+def _in_windows(work: _Work, state: _State, most: int) -> Iterator[_Done]:
+    """The same rounds; a window's are launched as if each went well, and those behind one that did not are dropped."""
+    at = 0
+    while at < most:
+        window, began = list[tuple[_State, _State, Tensor]](), state
+        for _ in range(min(WINDOW, most - at)):
+            after, told = work.hoped(began)
+            window.append((began, after, told))
+            began = after
+        for (before, after, _), (first, second, good) in zip(
+            window, torch.stack([told for _, _, told in window]).tolist(), strict=True
+        ):
+            at += 1
+            usual = good > 0 and (not before.ahead or second <= first)
+            done = _Done(after, (first, second)) if usual else work.round(before, at == most)
+            yield done
+            state = done.state
+            if not usual:
+                break
 
 
 @dataclass(frozen=True)
@@ -150,7 +290,7 @@ class _Step:
 
     def __call__(self, at: int) -> _Swept:
         rows = self.rows[at]
-        cross = self.concepts @ rows.T
+        cross = against(self.concepts, rows)
         new = swept(self.codes[at], cross, self.gram, self.sweeps)
         fit = float((cross * new).sum(dtype=torch.float64))
         if self.last is None:

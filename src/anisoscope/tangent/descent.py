@@ -12,10 +12,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-CACHE_CODES = 262_144  # codes swept at a time on a CPU, so that they stay in its cache
-CACHE_ROWS = 1024  # of so many rows at least
+from anisoscope.tangent.sweeps import has_kernels, rounds
+
+CACHE_CODES = 524_288  # codes swept at a time on a CPU, so that they stay in its cache
+CACHE_ROWS, MOST_ROWS = 1024, 8192  # of so many rows at least, and at most
+PRODUCT_ROWS = 1024  # rows of one product on a CPU: longer ones leave its cache
 BLOCK_CONCEPTS = 16  # what all other concepts hold is taken off the rows of so many at once, in one product
 BLOCK_ROWS = 8192
+SPLIT_COLUMNS = 1024  # codes squared at a time on a GPU, where long thin products leave most of it idle
+WINDOW = 4  # sweeps on a GPU between two questions to it
 RESEED_ROWS = 4096  # rows looked at for a new direction
 
 
@@ -26,12 +31,39 @@ def swept(
 
     ``cross = C A^T`` and ``gram = C C^T``. Codes of a concept of length zero become zero.
     """
+    if has_kernels(codes.device, len(codes)):
+        return rounds(codes[None], cross[None], gram[None], sweeps)[0]
     return _sweep_until(codes, cross, gram, sweeps, 0.0)
 
 
+def against(concepts: Float[Tensor, "k d"], rows: Float[Tensor, "n d"]) -> Float[Tensor, "k n"]:
+    """``C A^T``."""
+    if rows.device.type != "cpu" or len(rows) <= PRODUCT_ROWS:
+        return concepts @ rows.T
+    out = torch.empty(len(concepts), len(rows), dtype=rows.dtype)
+    for part, place in zip(rows.split(PRODUCT_ROWS), out.split(PRODUCT_ROWS, dim=1), strict=True):
+        torch.mm(concepts, part.T, out=place)
+    return out
+
+
+def pulled(codes: Float[Tensor, "k n"], rows: Float[Tensor, "n d"]) -> Float[Tensor, "k d"]:
+    """``Z^T A``."""
+    if rows.device.type != "cpu" or len(rows) <= PRODUCT_ROWS:
+        return codes @ rows
+    out = torch.zeros(len(codes), rows.shape[1], dtype=rows.dtype)
+    for few, part in zip(codes.split(PRODUCT_ROWS, dim=1), rows.split(PRODUCT_ROWS), strict=True):
+        out.addmm_(few, part)
+    return out
+
+
 def part_rows(n: int, rank: int, device: torch.device) -> int:
-    """How many rows are taken at a time: as many as have their codes in the cache of a CPU; all of them elsewhere."""
-    return max(CACHE_ROWS, CACHE_CODES // rank) if device.type == "cpu" else max(n, 1)
+    """How many rows are taken at a time: as many as have their codes in the cache of a CPU, half of them at most.
+
+    Elsewhere all of them. Never by the number of cores: sums would be rounded in another order.
+    """
+    if device.type != "cpu":
+        return max(n, 1)
+    return max(CACHE_ROWS, min(MOST_ROWS, CACHE_CODES // rank, -(-n // 2)))
 
 
 def _sweep_until(codes: Tensor, cross: Tensor, gram: Tensor, sweeps: int, settled: float) -> Tensor:
@@ -95,16 +127,38 @@ def solved(
     From the unconstrained solution with its negative part cut off, or from zero for rows where that is better: concepts
     that nearly cancel would take hundreds of sweeps from zero.
     """
-    cross = concepts.to(a_ND.dtype) @ a_ND.T
+    cross = against(concepts.to(a_ND.dtype), a_ND)
     gram = concepts.double() @ concepts.double().T
     free = torch.linalg.pinv(gram, rtol=len(gram) * torch.finfo(a_ND.dtype).eps, hermitian=True).to(a_ND.dtype)
     codes = (free @ cross).clamp_min_(0)
     gain = 2 * (codes * cross).sum(dim=0) - (codes * (gram.to(a_ND.dtype) @ codes)).sum(dim=0)
-    return _sweep_until(codes * (gain > 0), cross, gram, sweeps, settled)
+    settle = _settle_by_kernel if has_kernels(codes.device, len(codes)) else _sweep_until
+    return settle(codes * (gain > 0), cross, gram, sweeps, settled)
+
+
+def _settle_by_kernel(codes: Tensor, cross: Tensor, gram: Tensor, sweeps: int, settled: float) -> Tensor:
+    """The same sweeps on a GPU, a few of them between two questions whether one has settled."""
+    done = 0
+    while done < sweeps:
+        window, moved = [codes], list[Tensor]()
+        for _ in range(min(WINDOW, sweeps - done)):
+            window.append(rounds(window[-1][None], cross[None], gram[None], 1)[0])
+            moved.append(torch.stack([(window[-1] - window[-2]).norm(), window[-1].norm()]))
+        told = torch.stack(moved).tolist()
+        first = next((at for at, (change, size) in enumerate(told, start=1) if change <= settled * size), None)
+        if first is not None:
+            return window[first]
+        codes, done = window[-1], done + len(told)
+    return codes
 
 
 def second_moment(codes: Float[Tensor, "k n"]) -> Float[Tensor, "k k"]:
     """``Z^T Z`` in float64."""
+    if codes.device.type != "cpu":
+        parts = -(-codes.shape[1] // SPLIT_COLUMNS)
+        full = torch.nn.functional.pad(codes, (0, parts * SPLIT_COLUMNS - codes.shape[1]))
+        wide = full.view(len(codes), parts, SPLIT_COLUMNS).transpose(0, 1).double()
+        return (wide @ wide.mT).sum(dim=0)
     total = torch.zeros(len(codes), len(codes), dtype=torch.float64, device=codes.device)
     for part in codes.split(BLOCK_ROWS, dim=1):
         wide = part.double()
@@ -116,7 +170,7 @@ def best_concepts(
     codes: Float[Tensor, "k n"], a_ND: Float[Tensor, "n d"], before: Float[Tensor, "k d"]
 ) -> Float[Tensor, "k d"]:
     """The concepts that fit these codes best."""
-    return least_squares(second_moment(codes), (codes @ a_ND).double(), before, a_ND.dtype)
+    return least_squares(second_moment(codes), pulled(codes, a_ND).double(), before, a_ND.dtype)
 
 
 def least_squares(

@@ -67,24 +67,25 @@ def k_means(
 def _seeds(rows: Tensor, cells: int, generator: torch.Generator) -> Tensor:
     """k-means++: each further centre is a row drawn with probability proportional to its squared distance."""
     size = rows.square().sum(dim=1)
-    first = int(torch.randint(len(rows), (1,), generator=generator))
+    first = torch.randint(len(rows), (1,), generator=generator).to(rows.device)
+    draws = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for _ in range(cells)]).to(rows.device)
     picks = [first]
     gap = _gap(rows, size, first)
-    for _ in range(cells - 1):
+    for draw in draws[: cells - 1, None]:  # nothing here asks a device for a number
         reach = gap.double().cumsum(0)
-        total = float(reach[-1])
+        total = reach[-1:]
+        pick = torch.searchsorted(reach, draw * total, right=True).clamp_max_(len(rows) - 1)
         # No distance left: every row is a centre already, and further ones can only be copies.
-        at = float(torch.rand(1, generator=generator, dtype=torch.float64)) * total
-        pick = min(int(torch.searchsorted(reach, at, right=True)), len(rows) - 1) if total > 0 else first
-        picks.append(pick)
-        gap = torch.minimum(gap, _gap(rows, size, pick))
-    return rows[torch.tensor(picks, device=rows.device)].clone()
+        picks.append(torch.where(total > 0, pick, first))
+        gap = torch.minimum(gap, _gap(rows, size, picks[-1]))
+    return rows[torch.cat(picks)].clone()
 
 
-def _gap(rows: Tensor, size: Tensor, pick: int) -> Tensor:
+def _gap(rows: Tensor, size: Tensor, pick: Tensor) -> Tensor:
     """Squared distances to one of the rows; what is no more than rounding is zero, so that copies are never drawn."""
-    gap = size + size[pick] - 2 * (rows @ rows[pick])
-    return torch.where(gap > 16 * torch.finfo(rows.dtype).eps * (size + size[pick]), gap, 0.0)
+    both = size + size[pick]
+    gap = both - 2 * (rows @ rows[pick][0])
+    return torch.where(gap > 16 * torch.finfo(rows.dtype).eps * both, gap, 0.0)
 
 
 def _nearest(rows: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from anisoscope.axes import MaskLike, RowsLike
 from anisoscope.errors import DegenerateError, EmptyInputError, OptionError, ShapeError, TooFewRowsError, choose
 from anisoscope.rows import Rows, as_rows, largest_size, power_of_two_scale
 from anisoscope.stats.reservoir import Reservoir
-from anisoscope.tangent.descending import Run, descend
+from anisoscope.tangent.descending import Limits, Run, descend, descend_few
 from anisoscope.tangent.descent import best_concepts, least_squares, reseeded, second_moment, solved
 from anisoscope.tangent.kmeans import k_means
 
@@ -38,6 +38,7 @@ BEGIN_ROWS = 16_384  # rows of a stream that the first concepts are fitted on
 BEGIN_ITERATIONS = 20
 STREAM_SWEEPS = 60  # a stream forgets its codes, so that each pass must find them from nothing
 WARM_SWEEPS = 20  # of the codes that a warm start begins with
+MOMENTUM = 0.5  # after a descent on few rows: more of it fills codes that were zero
 STREAM_SETTLED = 1e-4  # until a sweep moves the codes by less than this share of their length
 
 
@@ -90,7 +91,8 @@ class _Plan:
     batch_rows: int
     device: torch.device | str | None
     dtype: torch.dtype | None
-    momentum: bool
+    momentum: float | None
+    coarse: bool
 
     def check(self) -> None:
         choose("start", self.start, ("kmeans", "random"))
@@ -100,6 +102,8 @@ class _Plan:
             raise OptionError("max_iter, sweeps, passes and batch_rows must be at least 1")
         if not 0 <= self.tolerance < 1:
             raise OptionError(f"tolerance is a relative decrease between 0 and 1, got {self.tolerance}")
+        if self.momentum is not None and not 0 <= self.momentum <= 1:
+            raise OptionError(f"momentum is a share of the last change between 0 and 1, got {self.momentum}")
         if self.dtype not in (None, torch.float32, torch.float64):
             raise OptionError(f"products are formed in float32 or float64, not in {self.dtype}")
 
@@ -121,22 +125,29 @@ def fit_seminmf(
     batch_rows: int = BATCH_ROWS,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    momentum: bool = False,
+    momentum: float | None = None,
+    coarse: bool = True,
 ) -> SemiNMF:
     """Fit ``rank`` concepts. ``concepts`` (and ``codes``) of an earlier fit are a warm start.
 
     ``centre``: take the mean off the rows first, so that concepts say where rows differ and a constant added to all
     rows changes nothing; with False rows are taken as they are, as in the published method, and one concept or more
     goes to their mean. It ends when one iteration lowers the error by less than ``tolerance`` of it. ``dtype`` of the
-    large products: float64 for float64 rows, else float32; small matrices are float64 always. ``momentum`` goes on
-    along the last change of the codes where that lowers the error: the least error in about half the iterations, which
-    is also farther from the cells that concepts started as.
+    large products: float64 for float64 rows, else float32; small matrices are float64 always.
+
+    ``coarse``: 8,192 rows or more (64 times the rank, at least) are descended on an eighth of them first, drawn by
+    ``seed``, unless ``concepts`` are given. Then the codes of all rows are found once, and the descent goes on with
+    all of them: ``history``, ``iterations`` and ``max_iter`` are of that part. ``momentum`` lets codes go on by this
+    share of their last change (to begin with) where that lowers the error: fewer iterations, and with 1 an end farther
+    from the cells that concepts started as. By default it is 0.5 after a coarse descent and 0 without.
 
     More than ``batch_rows`` rows, files and iterables of chunks are never held: each pass reads them batch by batch,
     keeps ``Z^T Z`` and ``Z^T A`` alone and forgets the codes; at most ``passes`` of them. What can be read only once
     gets one pass, in which concepts follow after every batch.
     """
-    plan = _Plan(rank, centre, start, seed, max_iter, tolerance, sweeps, passes, batch_rows, device, dtype, momentum)
+    plan = _Plan(
+        rank, centre, start, seed, max_iter, tolerance, sweeps, passes, batch_rows, device, dtype, momentum, coarse
+    )
     plan.check()
     source = as_rows(rows, mask)
     if source.resident:
@@ -163,10 +174,13 @@ def _fit_held(held: Tensor, plan: _Plan, concepts: Tensor | None, codes: Tensor 
             f"all {len(held):,} rows are " + ("equal: less their mean nothing is left" if plan.centre else "zero")
         )
     concepts_KD, codes_KN = _started(a_ND, plan, concepts, codes, scale)
-    run = descend(
-        a_ND, concepts_KD, codes_KN, size,
-        max_iter=plan.max_iter, tolerance=plan.tolerance, sweeps=plan.sweeps, momentum=plan.momentum,
-    )  # fmt: skip
+    limits = Limits(plan.max_iter, plan.tolerance, plan.sweeps)
+    few = None
+    if plan.coarse and concepts is None:  # an earlier fit is nearer than one of few rows
+        few = descend_few(a_ND, concepts_KD, codes_KN, limits, seed=plan.seed)
+        concepts_KD, codes_KN = few or (concepts_KD, codes_KN)
+    momentum = (MOMENTUM if few else 0.0) if plan.momentum is None else float(plan.momentum)
+    run = descend(a_ND, concepts_KD, codes_KN, size, limits, momentum=momentum)
     return _finished(run, a_ND, size, mean, scale, plan)
 
 
@@ -222,10 +236,10 @@ def _started(
 
 
 def _finished(run: Run, a_ND: Tensor, size: float, mean: Tensor, scale: float, plan: _Plan) -> SemiNMF:
-    lost = 0.0
+    lost = torch.zeros((), dtype=torch.float64, device=a_ND.device)
     small = run.concepts.to(a_ND.dtype)
     for rows, codes in zip(a_ND.split(STREAM_ROWS), run.codes.split(STREAM_ROWS, dim=1), strict=True):
-        lost += float((rows - codes.T @ small).square().sum(dtype=torch.float64))
+        lost += torch.addmm(rows, codes.T, small, alpha=-1).square_().sum(dtype=torch.float64)
     second = second_moment(run.codes).diagonal()
     concepts, length, order = _ordered(run.concepts, second)
     stretch = (length / scale)[:, None]
@@ -236,7 +250,7 @@ def _finished(run: Run, a_ND: Tensor, size: float, mean: Tensor, scale: float, p
         codes=codes.T.contiguous(),
         mean=mean.to(a_ND.device) / scale,
         centred=plan.centre,
-        error=lost / size,
+        error=float(lost) / size,
         sparsity=float((run.codes == 0).double().mean()),
         history=run.history,
         iterations=run.iterations,

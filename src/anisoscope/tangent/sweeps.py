@@ -12,11 +12,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 MOST_CONCEPTS = 64  # more of them no longer fit into registers
+TILE, COLUMNS_MOST, COLUMNS_LEAST = 2048, 256, 32  # codes and rows that one warp keeps in registers
 
 
 def has_kernels(device: torch.device, rank: int) -> bool:
     """Whether the kernels serve: a GPU, Triton, and no more concepts than registers hold."""
-    return device.type == "cuda" and rank <= MOST_CONCEPTS and importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and rank <= MOST_CONCEPTS and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def swept_all(
@@ -26,18 +32,18 @@ def swept_all(
     sweeps: int,
     active: Bool[Tensor, "f"] | None = None,
 ) -> Float[Tensor, "f k n"]:
-    """``descent.swept`` of several fits, of the active ones alone. Concepts of length zero must not be among them."""
+    """``descent.swept`` of several fits, of the active ones alone."""
     fits, rank, _ = codes.shape
     if active is None:
-        active = torch.ones(fits, dtype=torch.bool, device=codes.device)
+        active = _all_active(fits, codes.device)
     if has_kernels(codes.device, rank):
         return rounds(codes, cross, gram, sweeps, active)
-    own = gram.diagonal(dim1=1, dim2=2)
-    weights = gram / own[:, :, None]
+    inverse = _inverse_sizes(gram)
+    weights = gram * inverse[:, :, None]
     weights.diagonal(dim1=1, dim2=2).zero_()
     weights = weights.to(codes.dtype)
-    target = cross * own.reciprocal().to(codes.dtype)[:, :, None]
-    z = codes.clone()
+    target = cross * inverse.to(codes.dtype)[:, :, None]
+    z = codes * (inverse > 0)[:, :, None]
     for _ in range(sweeps):
         for k in range(rank):
             at = slice(k, k + 1)
@@ -50,17 +56,32 @@ def rounds(
     cross: Float[Tensor, "f k n"],
     gram: Float[Tensor, "f k k"],
     sweeps: int,
-    active: Bool[Tensor, "f"],
+    active: Bool[Tensor, "f"] | None = None,
 ) -> Float[Tensor, "f k n"]:
-    """The same by the kernel."""
+    """The same by the kernel: one warp a tile, so that no sum over concepts waits for another warp."""
     fits, rank, n = codes.shape
-    kernels = _kernels()
+    places = _power(rank)
+    columns = min(COLUMNS_MOST, max(COLUMNS_LEAST, TILE // places))
     out = torch.empty_like(codes, memory_format=torch.contiguous_format)
-    kernels.rounds[(-(-n // kernels.COLUMNS), fits)](
-        codes.contiguous(), out, cross.contiguous(), gram.contiguous(), active, n,
-        K=rank, P=_power(rank), S=sweeps, B=kernels.COLUMNS,
+    if active is None:
+        active = _all_active(fits, codes.device)
+    _kernels().rounds[(-(-n // columns), fits)](
+        codes.contiguous(), out, cross.contiguous(), gram.contiguous(), _inverse_sizes(gram).contiguous(), active, n,
+        K=rank, P=places, S=sweeps, B=columns, num_warps=1,
     )  # fmt: skip
     return out
+
+
+def _inverse_sizes(gram: Float[Tensor, "f k k"]) -> Float[Tensor, "f k"]:
+    """One over the squared length of each concept, zero for one of length zero: its codes become zero."""
+    own = gram.diagonal(dim1=1, dim2=2)
+    return torch.where(own > 0, own.reciprocal(), 0.0)
+
+
+@functools.cache
+def _all_active(fits: int, device: torch.device) -> Tensor:
+    """Nobody writes into it."""
+    return torch.ones(fits, dtype=torch.bool, device=device)
 
 
 def inverses(
