@@ -206,7 +206,11 @@ class TangentAnalysis:
         for half, proxy in enumerate(pair):
             key = (view.site, kind, half)
             tracker = self._trackers.get(key) or self._tracker(kind)
-            self._trackers[key] = replace(tracker, proxy=proxy, step=view.step)
+            # Not ``replace``, which takes twice as long: this is done for every site of a look.
+            self._trackers[key] = ProxyTracker(
+                tracker.kind, tracker.rank, tracker.mode, tracker.freeze_share, tracker.seed, tracker.centre, proxy,
+                view.step,
+            )  # fmt: skip
 
     def _note(self, here: Here) -> str:
         width = here.g.shape[1]

@@ -159,9 +159,9 @@ def joined(
     one: Side, two: Side, method: str, n: Sequence[int], over: Sequence[str], notes: tuple[str, ...],
     wanted: Sequence[bool],
 ) -> list[Estimate | None]:  # fmt: skip
-    """``units.halves_joined`` of them all, one after the other; None where it is not wanted."""
-    shape = one.value.shape
-    there, dof = (np.broadcast_to(value, shape) for value in (one.there & two.there, one.dof + two.dof))
+    """``units.mean_of_halves`` of them all, one after the other; None where it is not wanted."""
+    blank = np.zeros(one.value.shape, dtype=np.int64)
+    there, dof = (blank == 0) & one.there & two.there, blank + one.dof + two.dof
     columns = ((one.value + two.value) / 2, one.stderr, two.stderr, there, dof)
     method = f"{method}, cross-fitted"
     found: list[Estimate | None] = []

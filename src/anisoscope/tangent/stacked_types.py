@@ -64,7 +64,7 @@ class Types:
         """Types by bin: those with a centroid of their own, and all of them."""
         return [(_Cell.of(self, at, own=True), _Cell.of(self, at, own=False)) for at in range(self.number)]
 
-    @property
+    @cached_property
     def ordinary(self) -> bool:
         """Whether there are types enough, and of counts that differ, for correlations of both kinds."""
         x = self.log_count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,27 +81,12 @@ class Halves:
 
 def mean_of_halves(one: Estimate, two: Estimate) -> Estimate:
     """The plain mean of what two halves show; their sequences are disjoint, so variances add."""
-    halves = [
-        (half.value, half.n, None if half.stderr is None else Bar(half.stderr, half.dof or 0, half.over or ""))
-        for half in (one, two)
-    ]
-    return halves_joined(halves, one.method)
-
-
-def halves_joined(halves: Sequence[tuple[float, int, Bar | None]], method: str) -> Estimate:
-    """The same from value, number of rows and error bar of each half."""
-    (one, n, bar_one), (two, m, bar_two) = halves
-    bar = None
-    if bar_one is not None and bar_two is not None:
-        over = over_both(bar_one.over, bar_two.over)
-        bar = Bar(math.hypot(bar_one.stderr, bar_two.stderr) / 2, bar_one.dof + bar_two.dof, over)
-    return Estimate(
-        value=(one + two) / 2,
-        n=n + m,
-        method=f"{method}, cross-fitted",
-        notes=(GIVEN,),
-        **fields(bar),
-    )
+    stderr, over, dof = None, None, None
+    if one.stderr is not None and two.stderr is not None:
+        stderr, dof = math.hypot(one.stderr, two.stderr) / 2, (one.dof or 0) + (two.dof or 0)
+        over = over_both(one.over or "", two.over or "")
+    value, n, method = (one.value + two.value) / 2, one.n + two.n, f"{one.method}, cross-fitted"
+    return Estimate(value=value, stderr=stderr, n=n, method=method, notes=(GIVEN,), over=over, dof=dof)
 
 
 @functools.lru_cache(maxsize=256)
