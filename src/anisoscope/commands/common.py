@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from anisoscope.errors import AnisoscopeError
+
+COLLECT_AFTER = 20_000
+"""New objects after which Python looks for cyclic garbage. Its own 700 makes it look a thousand times while torch and
+transformers are imported, and at all they left behind several times more: a tenth of the time of a small profile."""
+
+
+def collect_less() -> None:
+    """Let Python look for cyclic garbage less often. Tensors do not wait for it: they go with their last name."""
+    first, *others = gc.get_threshold()
+    if 0 < first < COLLECT_AFTER:  # 0 means never, which is somebody's wish
+        gc.set_threshold(COLLECT_AFTER, *others)
 
 
 class Ticker:
