@@ -1,4 +1,4 @@
-"""The sampler of benchmarks/shares.py: work of known kind is found as that kind. Commands collect garbage less often."""
+"""The sampler of benchmarks/shares.py: work of known kind is found as that kind. Commands collect garbage less."""
 
 import gc
 import importlib.util
