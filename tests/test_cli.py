@@ -189,7 +189,7 @@ BAD = {
     "width 0": (["width 0.npy", "two_nn"], "width 0"),
     "text": (["text.npy", "two_nn"], "rows are real numbers"),
     "objects": (["objects.npy", "two_nn"], "objects.npy is not a .npy file of numbers"),
-    "pickle": (["pickle.npy", "two_nn"], "pickle.npy is not a .npy file of numbers"),
+    "pickle": (["pickle.npy", "two_nn"], "pickle.npy is not a .npy file of numbers: numpy.save writes one"),
     "not an array": (["not an array.npy", "two_nn"], "not an array.npy is not a .npy file of numbers"),
     "no bytes": (["nothing.npy", "two_nn"], "nothing.npy is not a .npy file of numbers"),
     "cut short": (["cut short.npy", "two_nn"], "cut short.npy is not a .npy file of numbers"),

@@ -162,6 +162,9 @@ BAD = {
     "no run": (["train", "tiny.yaml", "--out", "runs/new", "--resume"], "holds no run to go on with"),
     "other recipe": (["train", "tiny.yaml", "--out", "runs/whole", "--steps", "9", "--resume"], "steps = 16, not 9"),
     "no training": (["train", "full", "--resume"], "holds no training to go on with"),
+    "gone run": (["train", "runs-gone", "--resume"], "there is no run at runs-gone to go on with, nor a recipe"),
+    "report folder": (["report", "runs/whole", "--out", "full"], "full is a folder; give the file"),
+    "text as a model": (["profile", "tiny.yaml", "--run", "runs/new"], "tiny.yaml is one file of a model"),
     "text": (["train", "tiny.yaml", "--out", "runs/new", "--set", "data.source=gone.txt"], "gone.txt"),
 }  # fmt: skip
 
@@ -179,6 +182,7 @@ def test_bad_input_is_one_line(refused, case):
     code, out, err = refused[1][case]
     assert code == 2, out + err
     assert err.startswith("anisoscope: ") and err.count("\n") == 1 and BAD[case][1] in err
+    assert "Error" not in out  # said once
 
 
 def test_bad_input_leaves_nothing_behind(refused):

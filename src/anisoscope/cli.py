@@ -124,7 +124,9 @@ def _open(file: Path):  # type: ignore[no-untyped-def]
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise OptionError(f"{file} is not a .npy file of numbers: {error}") from error
+        # Of a file that is no array numpy only says how to unpickle it, which would run whatever is in it.
+        why = "numpy.save writes one" if "allow_pickle" in str(error) else error
+        raise OptionError(f"{file} is not a .npy file of numbers: {why}") from error
     if not isinstance(array, np.ndarray):
         raise OptionError(f"{file} is an archive, not a .npy file of one array; save the array by itself with np.save")
     return array

@@ -184,6 +184,7 @@ def _go(
             ticker.cell()
             if error:
                 failed.append(cell.name)
+            if error and len(cells) > 1:  # of one alone it is the error that ends the command
                 console.print(f"{cell.name}, step {cell.step}: {error}", style="red", markup=False, highlight=False)
 
         reader = run_sweep(

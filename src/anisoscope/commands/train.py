@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from anisoscope.commands.common import collect_less, report_of, split_names
-from anisoscope.errors import AnisoscopeError, OptionError, choose
+from anisoscope.errors import AnisoscopeError, OptionError, RunNotFoundError, UnknownNameError, choose
 
 if TYPE_CHECKING:
     from anisoscope.train.recipe import Recipe
@@ -66,7 +66,13 @@ def train(
     if resume and Path(recipe).is_dir():
         chosen, folder = recipe_of_run(Path(recipe)), out or Path(recipe)
     else:
-        chosen = load_recipe(recipe)
+        try:
+            chosen = load_recipe(recipe)
+        except UnknownNameError:
+            if resume:
+                words = f"there is no run at {recipe} to go on with, nor a recipe of this name; give its folder"
+                raise RunNotFoundError(words) from None
+            raise
         folder = out or (_newest_run(chosen.name) if resume else _new_run(chosen.name))
     chosen = changed(chosen, change or (), seeds=seeds, models=models, steps=steps, device=device)
     if no_monitor:

@@ -100,6 +100,8 @@ def write_report(
     built = (*theory_figures(series), *build_figures(series), *regularizer_figures(compared))
     page = render(series, built, sources=[_source(run) for run in readers], title=title, compared=compared)
     target = Path(target)
+    if target.is_dir():
+        raise OptionError(f"{target} is a folder; give the file that the report should be, such as report.html in it")
     with explained(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as file:
