@@ -1,7 +1,7 @@
 """Where the time of `anisoscope demo` and `anisoscope profile` goes, as shares of the wall clock.
 
 python benchmarks/shares.py demo [--steps 400] [--lines 30] [--write FILE]
-python benchmarks/shares.py profile [--model MODEL] [--lines 30] [--write FILE]
+python benchmarks/shares.py profile [--model MODEL | --layers 6 --width 256] [--lines 30] [--write FILE]
 
 The command runs in this process, imports and report included, while a thread looks every two milliseconds at what all
 other threads do. An interval goes in equal parts to the threads that do something, by the innermost frames:
@@ -218,7 +218,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> Watch:
         model = arguments.model
         if model is None:
             model = str(folder / "model")
-            subprocess.run([sys.executable, __file__, "build", "--model", model], check=True)
+            size = ["--layers", str(arguments.layers), "--width", str(arguments.width)]
+            subprocess.run([sys.executable, __file__, "build", "--model", model, *size], check=True)
         words = ["profile", model, "--run", str(folder / "run")]
         words += [] if arguments.text is None else ["--text", arguments.text]
     watch = Watch(arguments.processor)
@@ -229,14 +230,15 @@ def run(arguments: argparse.Namespace, folder: Path) -> Watch:
     return watch
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, layers: int, width: int) -> None:
     """A small untrained Llama with a tokenizer of the embedded text, as a folder that the profile command loads."""
     from anisoscope.models.build import ModelSpec, build_model
     from anisoscope.text.corpus import load_corpus
     from anisoscope.text.tokens import train_bpe
 
     tokenizer = train_bpe(load_corpus(None, max_chars=1_000_000), 2000)
-    spec = ModelSpec(architecture="llama", layers=6, width=256, heads=4, vocab_size=tokenizer.vocab_size, context=256)
+    sizes = {"layers": layers, "width": width, "heads": width // 64, "vocab_size": tokenizer.vocab_size}
+    spec = ModelSpec(architecture="llama", context=256, **sizes)
     build_model(spec, 0).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tokenizer.backend.to_str(), encoding="utf-8")
 
@@ -276,6 +278,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("demo", "profile", "build"))
     parser.add_argument("--model", help="what the profile command takes; `build` writes its model there")
+    parser.add_argument("--layers", type=int, default=6, help="of the model that is built where none is given")
+    parser.add_argument("--width", type=int, default=256, help="the same, a multiple of 64")
     parser.add_argument("--text", help="text for the profile command")
     parser.add_argument("--steps", type=int, help="updates of the demo, in place of the recipe's")
     parser.add_argument("--lines", type=int, default=30, help="functions to name")
@@ -284,7 +288,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="a file for the tables")
     arguments = parser.parse_args()
     if arguments.what == "build":
-        build(Path(arguments.model))
+        build(Path(arguments.model), arguments.layers, arguments.width)
         return
     with tempfile.TemporaryDirectory() as place:
         found = table(arguments, run(arguments, Path(place)))
