@@ -49,6 +49,18 @@ def test_leading_spaces_are_those_of_a_full_decomposition(name):
         torch.testing.assert_close(vectors.T @ vectors, eye, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["flat", "slowly", "fast"])
+def test_an_old_block_is_a_start_and_no_prison(name):
+    old = leading_spaces(scatter(FALLING[name])[None], RANK).vectors
+    matrix = scatter(FALLING[name], seed=1)
+    new = torch.linalg.eigh(matrix).eigenvectors[:, :1]
+    new = new - old[0] @ (old[0].T @ new)  # a direction that the old block does not hold
+    matrix = matrix + 2 * matrix.diagonal().max() * new @ new.T
+    found = leading_spaces(matrix[None], RANK, old)
+    assert bool(found.settled.all())
+    assert gap(matrix, found.vectors[0, :, :RANK]) < 1e-5
+
+
 def test_what_does_not_settle_says_so():
     short = scatter(torch.where(PLACES <= 20, 1.0, 0.0))  # of rank 20, less than the block
     broken = scatter(FALLING["flat"])

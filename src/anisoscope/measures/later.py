@@ -72,10 +72,13 @@ def eigh_later(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, T
     return result
 
 
-def leading_later(matrices: Float[Tensor, "m d d"], rank: int) -> Callable[[], tuple[Tensor, Tensor]]:
+def leading_later(
+    matrices: Float[Tensor, "m d d"], rank: int, start: Float[Tensor, "m d b"] | None = None
+) -> Callable[[], tuple[Tensor, Tensor]]:
     """Begin the leading ``rank`` eigenpairs and some more, largest first, beside whatever comes next.
 
     By ``leading_spaces`` where that serves and settles; matrices that it does not settle are decomposed as a whole.
+    ``start`` are the vectors of matrices that were not far from these.
     """
     device = matrices.device
     if device.type != "cuda" or not can_lead(matrices.shape[1], rank):
@@ -88,7 +91,7 @@ def leading_later(matrices: Float[Tensor, "m d d"], rank: int) -> Callable[[], t
         with torch.cuda.device(device), torch.cuda.stream(stream):
             stream.wait_event(ready)
             matrices.record_stream(stream)
-            values, vectors = _led(matrices, rank)
+            values, vectors = _led(matrices, rank, start)
             return values, vectors, stream.record_event()
 
     task = _POOL.submit(work)
@@ -104,8 +107,8 @@ def leading_later(matrices: Float[Tensor, "m d d"], rank: int) -> Callable[[], t
     return result
 
 
-def _led(matrices: Float[Tensor, "m d d"], rank: int) -> tuple[Tensor, Tensor]:
-    found = leading_spaces(matrices, rank)
+def _led(matrices: Float[Tensor, "m d d"], rank: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    found = leading_spaces(matrices, rank, start)
     left = (~found.settled).nonzero().reshape(-1)
     if not len(left):
         return found.values, found.vectors

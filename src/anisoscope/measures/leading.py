@@ -18,6 +18,7 @@ BLOCK = 32  # columns; a batch of decompositions up to this size is one kernel
 SPARE = 8  # columns at least beyond those wanted
 DEGREES = (2, 4, 16)  # of the polynomial at most, cycle by cycle: the first Ritz values are far below the eigenvalues
 CYCLES = (4, 9)  # from the first number on it is asked whether all have settled
+FRESH = 4  # columns that are drawn anyway: an old block may know nothing of a new direction
 GROWTH = 1e13  # of one column against another in a cycle: more would leave the largest in all of them
 LOCKED = 1e-10  # residual, relative to its Ritz value, of a column that is taken out of the growth
 EXACT = 1e-7  # residual of a wanted column, relative to its Ritz value
@@ -38,8 +39,10 @@ def can_lead(width: int, rank: int) -> bool:
     return rank + SPARE <= BLOCK and width >= 4 * BLOCK
 
 
-def leading_spaces(matrices: Float[Tensor, "m d d"], rank: int, *, seed: int = 0) -> Leading:
-    """The leading ``rank`` eigenpairs of positive semidefinite float64 matrices.
+def leading_spaces(
+    matrices: Float[Tensor, "m d d"], rank: int, start: Float[Tensor, "m d b"] | None = None, *, seed: int = 0
+) -> Leading:
+    """The leading ``rank`` eigenpairs of positive semidefinite float64 matrices, ``start`` being a block near them.
 
     Settled: residuals are below ``EXACT``, and the last cycle added less than ``CAPTURED`` to the variance in the
     leading ``rank`` columns. Where the spectrum ends within the block nothing settles, and a full decomposition is
@@ -48,15 +51,19 @@ def leading_spaces(matrices: Float[Tensor, "m d d"], rank: int, *, seed: int = 0
     many, width, _ = matrices.shape
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(width, BLOCK, generator=generator, dtype=matrices.dtype).to(matrices.device)
-    ritz = _Ritz.of(matrices, drawn.repeat(many, 1, 1))
+    columns = drawn.repeat(many, 1, 1)
+    if start is not None:
+        columns[:, :, :-FRESH] = start[:, :, :-FRESH]
+    degrees, (least, most) = (DEGREES, CYCLES) if start is None else (DEGREES[2:], (2, CYCLES[1]))
+    ritz = _Ritz.of(matrices, columns)
     captured = ritz.values[:, :rank].sum(dim=1)
     settled = torch.zeros_like(ritz.sound)
-    for cycle in range(1, CYCLES[1] + 1):
-        ritz = _Ritz.of(matrices, ritz.filtered(matrices, DEGREES[min(cycle, len(DEGREES)) - 1]))
+    for cycle in range(1, most + 1):
+        ritz = _Ritz.of(matrices, ritz.filtered(matrices, degrees[min(cycle, len(degrees)) - 1]))
         held, captured = captured, ritz.values[:, :rank].sum(dim=1)
         exact = (ritz.residuals[:, :rank] <= EXACT * ritz.values[:, :rank]).all(dim=1)
         settled = ritz.sound & exact & (captured - held <= CAPTURED * captured) & torch.isfinite(captured)
-        if cycle >= CYCLES[0] and bool((settled | ~ritz.sound).all()):
+        if cycle >= least and bool((settled | ~ritz.sound).all()):
             break
     return Leading(ritz.values, ritz.columns, settled)
 

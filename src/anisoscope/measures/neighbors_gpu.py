@@ -24,6 +24,7 @@ from anisoscope.stats.precision import full_precision, has_tensor_cores, on_tens
 TILE_CELLS = 1 << 26  # bounds held at a time: a quarter of a gigabyte in float32
 GROUP = 128  # columns whose least bound stands for them in the first look
 MENDED = 384  # rows searched again without asking whether there are so many
+TIED = 1e-9  # the k-th squared distance may be so much too long, relative: rows as far as each other to nine digits
 SORTED = 1024  # so many columns are sorted in one kernel, where picking the least of them takes a dozen
 PAIR_CELLS = 1 << 25  # differences held at a time, float64
 
@@ -110,7 +111,7 @@ def mended(
     first = torch.arange(sites, device=rows.device)[:, None] * n
     at = (doubtful + first).flatten()
     d2, here = _measured(rows.flatten(0, 1), at, near + first.expand_as(doubtful).reshape(-1, 1), k, 1.0)
-    sure = value >= d2[:, -1] if take < n - 1 else torch.ones_like(value, dtype=torch.bool)
+    sure = value >= d2[:, -1] * (1 - TIED) if take < n - 1 else torch.ones_like(value, dtype=torch.bool)
     flat = (
         distances.flatten(0, 1).index_copy(0, at, d2.sqrt()),
         indices.flatten(0, 1).index_copy(0, at, here % n),

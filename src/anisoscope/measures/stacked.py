@@ -23,6 +23,8 @@ from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order,
 from anisoscope.measures.later import eigh_later, fetched
 from anisoscope.measures.spectrum import GRAM_LIMIT
 from anisoscope.measures.uncertainty import Bar, fields, spread_runs
+from anisoscope.stats.moments import PARTED_WIDTH, grams
+from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores
 
 STACKED = ("spectral_ratio", "mean_cosine", "isoscore", "effective_rank", "two_nn")
 """What is measured here; the others are measured site by site."""
@@ -35,7 +37,7 @@ EPS = torch.finfo(torch.float64).eps
 Finish = Callable[[], list[dict[str, Estimate] | None]]
 
 
-def begin(rows: Sequence[Float[Tensor, "n d"]], names: Sequence[str]) -> Finish:
+def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: Sequence[str]) -> Finish:
     """Begin to measure float32 rows of several sites, all of one shape; the function returned gives the results.
 
     A list with the estimates of each site by name, or None where a site is not ordinary.
@@ -43,7 +45,7 @@ def begin(rows: Sequence[Float[Tensor, "n d"]], names: Sequence[str]) -> Finish:
     n, width = rows[0].shape
     if n <= max(width, 512) or width < 2 or rows[0].dtype != torch.float32:
         return lambda: [None] * len(rows)
-    stack = torch.stack(list(rows))
+    stack = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
     table: dict[str, Tensor] = {"size": torch.stack(torch.aminmax(stack.flatten(1), dim=1)).abs().amax(dim=0)}
     spectral = any(name in names for name in ("spectral_ratio", "effective_rank", "isoscore"))
     sums = _Sums.of(stack, directions="mean_cosine" in names) if spectral or "mean_cosine" in names else None
@@ -112,7 +114,7 @@ def _sums(rows: Float[Tensor, "s n d"], *, directions: bool) -> dict[str, Tensor
     radius2 = wide.square().sum(dim=2)
     return found | {
         "mean": mean,
-        "scatter": wide.mT @ wide,
+        "scatter": grams(wide),
         "fourth": radius2.square().sum(dim=1),
         "rows": _runs(wide).flatten(1, 2).float(),
     }
@@ -150,15 +152,22 @@ def _cosines(rows: Float[Tensor, "s n d"], wide: Float[Tensor, "s n d"]) -> dict
 def _isoscore_means(sums: _Sums) -> Float[Tensor, "s g"]:
     trace, size = sums.total[:, None], sums.covariance.square().sum(dim=(1, 2))[:, None]
     radius2 = torch.linalg.vector_norm(sums.rows, dim=2).double().square_()
-    form = (sums.rows @ sums.covariance.float()).mul_(sums.rows).sum(dim=2, dtype=torch.float64)
+    with on_tensor_cores(_for_bars(sums.rows)):
+        form = (sums.rows @ sums.covariance.float()).mul_(sums.rows).sum(dim=2, dtype=torch.float64)
     return sums.means(2 * trace * (radius2 - trace) / size - 2 * trace**2 * (form - size) / size**2)
+
+
+def _for_bars(rows: Float[Tensor, "s m d"]) -> bool:
+    """Whether products for error bars alone are formed in TF32: three digits of a bar, for a sixth of the time."""
+    return rows.shape[2] >= PARTED_WIDTH and has_tensor_cores(rows.device)
 
 
 def _of_spectrum(sums: _Sums, ascending: Float[Tensor, "s d"], columns: Float[Tensor, "s d d"]) -> dict[str, Tensor]:
     """Eigenvalues, error bars of the first and of the effective rank, and the bias of the latter."""
     values, vectors = ascending.flip(1).clamp_min(0), columns.flip(2).float()
     total, first = sums.total[:, None], values[:, :1]
-    scores2 = (sums.rows @ vectors).square_()
+    with on_tensor_cores(_for_bars(sums.rows)):
+        scores2 = (sums.rows @ vectors).square_()
     radius2 = torch.linalg.vector_norm(sums.rows, dim=2).double().square_()
     lead = (scores2[:, :, 0].double() - first) / total - first * (radius2 - total) / total**2
     scaled = values / values.sum(dim=1, keepdim=True)

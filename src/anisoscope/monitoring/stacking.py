@@ -79,21 +79,21 @@ def _begin_gradients(views: Sequence[SiteView], measures: Sequence[str], norm: N
     whole = [view for view in views if view.g is not None and view.g.dtype == torch.float32 and len(view.g)]
     if not whole or not set(measures) <= set(STACKED):
         return dict
-    rows = [view.g for view in whole if view.g is not None]
-    squares = torch.stack([one.double().square().sum(dim=1) for one in rows]).cpu()
+    if len({(view.g.shape, view.g.device) for view in whole if view.g is not None}) > 1:
+        return dict
+    rows = torch.stack([view.g for view in whole if view.g is not None])
+    squares = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64).square_().cpu()
     moving = squares > 0
-    same = moving.any(dim=1) & (moving == moving[0]).all(dim=1)
-    good = (same & torch.isfinite(squares).all(dim=1)).tolist()
+    good = (torch.isfinite(squares).all(dim=1) & moving.any(dim=1) & (moving == moving[0]).all(dim=1)).tolist()
     if not any(good):
         return dict
-    largest = squares.amax(dim=1).tolist()
     left = int((~moving[0]).sum())
-    at = moving[0].nonzero().reshape(-1).to(rows[0].device)
-    scaled = []
-    for site, one in enumerate(rows):
-        if good[site]:  # by a power of two, which none of these measures sees
-            scale = math.ldexp(1.0, -math.frexp(math.sqrt(largest[site]))[1])
-            scaled.append((one.index_select(0, at) if left else one) * scale)
+    at = moving[0].nonzero().reshape(-1).to(rows.device)
+    # By a power of two, which none of these measures sees.
+    largest = squares.amax(dim=1).sqrt().tolist()
+    factors = [math.ldexp(1.0, -math.frexp(one)[1]) for one, fine in zip(largest, good, strict=True) if fine]
+    scaled = rows if all(good) else rows[torch.tensor(good).nonzero().reshape(-1).to(rows.device)]
+    scaled = (scaled.index_select(1, at) if left else scaled) * rows.new_tensor(factors)[:, None, None]
     finish = begin(scaled, list(measures))
 
     def finished() -> Found:

@@ -53,6 +53,7 @@ class Asked(Protocol):
     seed: int
     mode: str
     _trackers: dict[tuple[str, str, int], ProxyTracker]
+    _blocks: dict[str, Tensor]
     _bins: FrequencyBins | None
 
     def _known(self, site: str) -> dict[str, tuple[Proxy, Proxy]]: ...

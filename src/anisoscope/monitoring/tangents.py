@@ -68,6 +68,7 @@ class TangentAnalysis:
     _trackers: dict[tuple[str, str, int], ProxyTracker] = field(default_factory=dict, repr=False)
     _bins: FrequencyBins | None = field(default=None, repr=False)
     _prepared: Prepared | None = field(default=None, repr=False, compare=False)
+    _blocks: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, given, known in (("proxy", self.proxies, PROXIES), ("gradient", self.gradients, GRADIENTS)):

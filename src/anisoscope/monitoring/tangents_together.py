@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError
 from anisoscope.estimate import Estimate
 from anisoscope.measures.later import fetched, leading_later
+from anisoscope.measures.leading import BLOCK
 from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, P_VALUE, SPLIT, Asked, Here, Result, labels_of, plain
 from anisoscope.monitoring.views import Name, SiteView
 from anisoscope.rows import power_of_two_scale
@@ -102,18 +104,22 @@ def _results(
     asked: Asked, views: Sequence[SiteView], ready: Prepared, *, first: bool
 ) -> dict[str, Mapping[Name, Result]]:
     """Of sites that all have a proxy from an earlier look, or all have none (``first``)."""
-    sizes = [(view, scale) for view, scale in zip(views, _scales(views), strict=True) if scale is not None]
-    if not sizes:
+    if not views:
         return {}
-    views = [view for view, _ in sizes]
     x, g = (torch.stack([getattr(view, name) for view in views]) for name in ("x", "g"))
-    for site, (_, scale) in enumerate(sizes):
-        if scale != 1:
-            g[site] *= scale  # shares do not see the factor
+    scales = _scales(x, g)
+    if None in scales:
+        views = [view for view, scale in zip(views, scales, strict=True) if scale is not None]
+        if not views:
+            return {}
+        x, g = (torch.stack([getattr(view, name) for view in views]) for name in ("x", "g"))
+    factors = [scale for scale in scales if scale is not None]
+    if any(scale != 1 for scale in factors):
+        g *= torch.tensor(factors, dtype=g.dtype, device=g.device)[:, None, None]  # shares do not see the factor
     device, rank, (sites, _, width) = x.device, asked.rank, x.shape
     layout, types = ready.layout, ready.types
     centred = Centred.of(x, layout.halves.rows)
-    later = _begin_pca(asked, centred)
+    later = _begin_pca(asked, views, centred)
     fits = _seminmf(asked, views, centred, first=first)
     sums = type_sums(x, types) if isinstance(types, Types) and types.ordinary else None
     fits |= later()
@@ -179,28 +185,34 @@ def _cold(asked: Asked, views: Sequence[SiteView]) -> list[SiteView]:
     return [view for view in views if view.site not in known and asked.mode == "refit"]
 
 
-def _scales(views: Sequence[SiteView]) -> list[float | None]:
+def _scales(x: Float[Tensor, "s n d"], g: Float[Tensor, "s n d"]) -> list[float | None]:
     """What brings the gradients of each view into range, as ``units.in_range``; None where it is not ordinary."""
-    if not views:
-        return []
-    sizes = []
-    for view in views:
-        for rows in (view.x, view.g):
-            assert rows is not None
-            sizes += list(rows.aminmax())
-    numbers = torch.stack(sizes).double().cpu().view(len(views), 2, 2).abs().amax(dim=2).tolist()
+    ends = torch.stack([end for rows in (x, g) for end in torch.aminmax(rows.flatten(1), dim=1)])
+    of_x, of_g = ends.double().cpu().view(2, 2, -1).abs().amax(dim=1).tolist()
     return [
         power_of_two_scale(g) if math.isfinite(x) and power_of_two_scale(x) == 1 and 0 < g < math.inf else None
-        for x, g in numbers
+        for x, g in zip(of_x, of_g, strict=True)
     ]
 
 
-def _begin_pca(asked: Asked, centred: Centred) -> Callable[[], dict[str, Fits]]:
-    """Begin the decompositions, the dearest step there is to wait for."""
+def _begin_pca(asked: Asked, views: Sequence[SiteView], centred: Centred) -> Callable[[], dict[str, Fits]]:
+    """Begin the decompositions, the dearest step there is to wait for, near where those of the last look ended."""
     if "pca" not in asked.proxies:
         return dict
-    later = leading_later(centred.scatter, asked.rank)
-    return lambda: {"pca": pca_fits(centred, asked.rank, later())}
+    held = [block for view in views if (block := asked._blocks.get(view.site)) is not None]
+    shape = (2, centred.rows.shape[2])
+    ready = len(held) == len(views) and all(
+        one.shape[:2] == shape and one.device == centred.mean.device for one in held
+    )
+    later = leading_later(centred.scatter, asked.rank, torch.cat(held) if ready else None)
+
+    def finish() -> dict[str, Fits]:
+        found = later()
+        if found[1].shape[2] == BLOCK:
+            asked._blocks.update(zip((view.site for view in views), found[1].split(2), strict=True))
+        return {"pca": pca_fits(centred, asked.rank, found)}
+
+    return finish
 
 
 def _seminmf(asked: Asked, views: Sequence[SiteView], centred: Centred, *, first: bool) -> dict[str, Fits]:

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
+from anisoscope.stats.moments import grams
 from anisoscope.tangent.crossed import LEAST_NULL, CrossedTest
 from anisoscope.tangent.stacked_controls import Moments, held_draws, of_controls
 from anisoscope.tangent.units import FEWEST, GIVEN, Halves, over_both
@@ -93,7 +94,7 @@ def seen_by_half(
         wide = rows.double()
         means[few] = wide.mean(dim=1)
         for cell, part in enumerate(wide.split(number, dim=1)):
-            moments[few, cell] = part.mT @ part
+            moments[few, cell] = grams(part)
         energies[few, 0] = torch.linalg.vector_norm(rows, dim=2).double().square()
         along = (rows @ flat[few]).unflatten(2, (count, rank)).double().square().sum(dim=3)
         energies[few, 1:] = along.mT

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from anisoscope.stats.moments import PARTED_WIDTH
+from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores, two_parts
 from anisoscope.tangent.controls import gaussian_draws
 from anisoscope.tangent.sweeps import has_kernels, inverses
 
@@ -100,7 +102,13 @@ def _of_few(
 def _images(moments: Float[Tensor, "s c d d"], z: Float[Tensor, "b k d"]) -> Float[Tensor, "b k s c d"]:
     """``M z`` of every moment and draw, in one product."""
     sites, cells, width, _ = moments.shape
-    flat = z.flatten(0, 1) @ moments.permute(2, 0, 1, 3).reshape(width, -1)
+    left, right = z.flatten(0, 1), moments.permute(2, 0, 1, 3).reshape(width, -1)
+    if left.dtype == torch.float32 and width >= PARTED_WIDTH and has_tensor_cores(z.device):
+        (high, low), (near, rest) = two_parts(left), two_parts(right)
+        with on_tensor_cores():
+            flat = torch.cat([high, high, low], dim=1) @ torch.cat([near, rest, near])
+    else:
+        flat = left @ right
     return flat.view(*z.shape[:2], sites, cells, width)
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.measures.leading import orthonormal_columns
+from anisoscope.stats.moments import grams
 from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
 from anisoscope.tangent.sweeps import account, has_kernels, inverses, swept_all
 from anisoscope.tangent.visits import HalfSteps, can_visit, warm_codes
@@ -53,7 +54,7 @@ class Centred:
                 middle = wide.mean(dim=1)
                 near = wide.sub_(middle[:, None]).to(x.dtype)
                 wide.copy_(near)
-                mean[few, half], rows[few, half, : len(at)], scatter[few, half] = middle, near, wide.mT @ wide
+                mean[few, half], rows[few, half, : len(at)], scatter[few, half] = middle, near, grams(wide)
         total = scatter.diagonal(dim1=2, dim2=3).sum(dim=2)
         counts = torch.tensor([len(half) for half in halves], device=x.device).repeat(sites)
         return cls(rows.flatten(0, 1), counts, mean.flatten(0, 1), scatter.flatten(0, 1), total.flatten())
