@@ -117,6 +117,60 @@ def test_momentum_needs_fewer_iterations_for_the_same_error(seed):
     assert quick.history[-1] == pytest.approx(quick.error, rel=1e-8) and bool((quick.codes >= 0).all())
 
 
+def many_rows(seed, k=6, n=9000):
+    """Enough rows for a descent on few of them, of which each has few concepts."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.rand(n, k, generator=draw) * (torch.rand(n, k, generator=draw) < 0.3)
+    concepts = torch.randn(k, 30, generator=draw)
+    return codes @ concepts + 0.1 * torch.randn(n, 30, generator=draw), concepts
+
+
+def test_a_coarse_descent_comes_first_and_loses_nothing(seed):
+    """On an eighth of the rows: then few iterations are left on all of them, planted concepts come back as well."""
+    rows, concepts = many_rows(seed)
+    plain = fit_seminmf(rows, 6, seed=seed, centre=False, coarse=False)
+    fit = fit_seminmf(rows, 6, seed=seed, centre=False)
+    assert len(fit.history) == 2 * fit.iterations
+    assert fit.history[1] < plain.history[1], "concepts are near already"
+    assert fit.iterations < plain.iterations
+    assert (np.diff(fit.history) <= 4 * np.finfo(np.float32).eps).all()
+    assert fit.error <= plain.error * 1.01
+    assert match_cosine(fit.concepts, concepts.double()) > match_cosine(plain.concepts, concepts.double()) - 0.03
+    assert fit.error == pytest.approx(slow_error(rows, fit), rel=1e-5)
+    again = fit_seminmf(rows, 6, seed=seed, centre=False)
+    assert torch.equal(fit.concepts, again.concepts) and torch.equal(fit.codes, again.codes)
+    from_codes = fit_seminmf(rows, 6, codes=plain.codes, centre=False, seed=seed)
+    assert from_codes.error <= plain.error * 1.01
+
+
+def test_where_no_coarse_descent_comes_first(monkeypatch):
+    """Few rows, an earlier fit, a sample of rows without any length; and never more of it than was asked for."""
+    called, most = [], []
+    real = descending.descend
+
+    def watched(rows, concepts, codes, size, limits, **rest):
+        called.append(len(rows))
+        most.append(limits.max_iter)
+        return real(rows, concepts, codes, size, limits, **rest)
+
+    monkeypatch.setattr(descending, "descend", watched)  # the coarse one alone: the other is bound in ``seminmf``
+    rows, _ = many_rows(0)
+    fit = fit_seminmf(rows, 6, max_iter=2)
+    assert called == [2048] and most == [16]
+    fit_seminmf(rows, 6, concepts=fit.concepts, max_iter=1)
+    fit_seminmf(rows, 6, coarse=False, max_iter=1)
+    fit_seminmf(rows[:8191], 6, max_iter=1)
+    lonely = torch.zeros(9000, 30)
+    lonely[-4:] = rows[:4]
+    seeds = [seed for seed in range(20) if not (drawn_rows(seed) >= 8996).any()]
+    fit_seminmf(lonely, 3, centre=False, max_iter=3, seed=seeds[0])
+    assert called == [2048]
+
+
+def drawn_rows(seed):
+    return torch.randperm(9000, generator=torch.Generator().manual_seed(seed))[:2048]
+
+
 def test_momentum_that_overshoots_is_taken_back(seed, monkeypatch):
     """A pace that always goes much too far: every such step is refused, and the descent is the plain one."""
     rows, codes, _ = planted(seed)
@@ -386,6 +440,8 @@ def test_bad_input_is_named():
         fit_seminmf(rows, 2, codes=torch.ones(50, 3))
     with pytest.raises(ShapeError, match="concepts to start from"):
         fit_seminmf(rows, 2, concepts=torch.ones(2, 3))
+    with pytest.raises(OptionError, match="momentum is a share"):
+        fit_seminmf(rows, 2, momentum=1.5)
     with pytest.raises(OptionError, match="tolerance"):
         fit_seminmf(rows, 2, tolerance=1.5)
     with pytest.raises(OptionError, match="give concepts alone"):
