@@ -51,9 +51,10 @@ def jackknife(top: Float[Tensor, "g"], bottom: Float[Tensor, "g"], over: str) ->
     """The error bar of ``sum(top) / sum(bottom)`` from leaving out each unit in turn; None for fewer than three."""
     total, used = bottom.sum(), bottom > 0
     count = int(used.sum())  # units without energy (padding alone) say nothing and are no degrees of freedom
-    if count < FEWEST or bool((bottom[used] >= total * (1 - 1e-12)).any()):
+    if count < FEWEST or bool(bottom.max() >= total * (1 - 1e-12)):
         return None
-    without = (top.sum() - top[used]) / (total - bottom[used])
+    tops, bottoms = (top, bottom) if count == len(bottom) else (top[used], bottom[used])
+    without = (top.sum() - tops) / (total - bottoms)
     variance = (count - 1) / count * float((without - without.mean()).square().sum())
     return Bar(math.sqrt(variance), count - 1, over)
 
