@@ -44,6 +44,9 @@ def main():
             strides="*i32",
             lengths="*i32",
         ),
+        "mend_within": compiled(
+            rows.mend_within, {"C": 64, "K": 32}, out="*fp64", sure="*i1", order="*i64", strides="*i32", lengths="*i32"
+        ),
         "warm_codes": compiled(visits.warm_codes, visit, settled="fp32"),
         "half_step": compiled(visits.half_step, visit | {"S": 4}, **flags),
         "rounds": compiled(codes.rounds, {"K": 16, "P": 16, "S": 4, "B": 128}, **flags),

@@ -87,8 +87,8 @@ def test_rows_in_half_precision():
 
 def test_nearest_rows_within_runs():
     found = run("within", script="row_kernel_cases.py")
-    assert found["worst"] < 1e-14 and all(map(all, found["sure"])) and found["beyond"], found
-    assert found["tied"] == [[False]], "five neighbours as near as each other are no certain four"
+    assert found["worst"] < 1e-14 and found["beyond"], found
+    assert found["tied"] < 1e-14, "rows with many neighbours as near as each other are measured against all of them"
 
 
 def test_two_nn_of_sites_whose_copies_are_marked():

@@ -177,3 +177,41 @@ def nearest_within(
     tl.store(out + place, least, mask=mine)
     tl.store(out + place + 1, second, mask=mine)
     tl.store(sure + run * most + r, (v4.to(tl.float64) >= second) | (second <= 0), mask=mine)
+
+
+@triton.jit
+def mend_within(
+    rows, order, strides, lengths, out, sure, n, blocks, most, D, C: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """The same by differences in float64 with all rows of the run, where ``nearest_within`` was not certain."""
+    run = tl.program_id(1).to(tl.int64)
+    r = tl.program_id(0)
+    site = run // blocks
+    length = tl.load(lengths + site)
+    if (r < length) & (tl.load(sure + run * most + r) == 0):
+        base = rows + site * n * D
+        names = order + site * n + (run % blocks) * tl.load(strides + site)
+        here = tl.load(names + r)
+        best = tl.full((C,), float("inf"), dtype=tl.float64)
+        after = best
+        for first in range(0, length, C):
+            c = first + tl.arange(0, C)
+            theirs = c < length
+            there = tl.load(names + c, mask=theirs, other=0)
+            total = tl.zeros((C,), dtype=tl.float64)
+            for start in range(0, D, K):
+                k = start + tl.arange(0, K)
+                one = tl.load(base + here * D + k, mask=k < D, other=0.0).to(tl.float64)
+                inside = theirs[:, None] & (k < D)[None, :]
+                two = tl.load(base + there[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float64)
+                gap = tl.where(inside, one[None, :] - two, 0.0)
+                total += tl.sum(gap * gap, axis=1)
+            total = tl.where(theirs & (c != r), total, float("inf"))
+            after = tl.minimum(after, tl.maximum(best, total))
+            best = tl.minimum(best, total)
+        # Of the C least, each with the next of its own column, the two least of all.
+        least, place = tl.min(best, axis=0, return_indices=True)
+        rest = tl.where(tl.arange(0, C) == place, after, best)
+        at = (run * most + r) * 2
+        tl.store(out + at, least)
+        tl.store(out + at + 1, tl.min(rest, axis=0))

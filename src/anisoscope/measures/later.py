@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.measures.leading import can_lead, leading_spaces
+
+T = TypeVar("T")
 
 CORES = os.cpu_count() or 1
 ENOUGH_CORES = 8  # from here on the host decomposes many matrices sooner than a GPU, which takes one after another
@@ -122,6 +125,23 @@ def _led(matrices: Float[Tensor, "m d d"], rank: int, start: Tensor | None = Non
 
 def _largest_first(values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(1), vectors.flip(2)
+
+
+def in_thread(device: torch.device, act: Callable[[], T]) -> Callable[[], T]:
+    """Begin ``act`` in a thread of its own, so that two queues are filled at once; the function returned waits for it.
+
+    On a GPU alone: elsewhere the work itself would compete for cores. What ``act`` does must not lean on switches of
+    the whole process, such as those of ``on_tensor_cores``.
+    """
+    if device.type != "cuda":
+        found = act()
+        return lambda: found
+
+    def work() -> T:
+        with torch.cuda.device(device):
+            return act()
+
+    return _POOL.submit(work).result
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 COLUMNS = 128  # entries of a row that a program takes at a time
+MEND_COLUMNS = 64
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 64, 128, 32  # of a product within a block
 
 
@@ -51,23 +52,25 @@ def in_half(
 def nearest_within(
     rows: Float[Tensor, "s n d"], order: Int[Tensor, "s n"], blocks: int, strides: Int[Tensor, "s"],
     lengths: Int[Tensor, "s"], most: int,
-) -> tuple[Float[Tensor, "s b l two"], Bool[Tensor, "s b"]]:  # fmt: skip
-    """Distances to the two nearest rows of the same run, and whether all of a run are certain.
+) -> Float[Tensor, "s b l two"]:  # fmt: skip
+    """Distances to the two nearest rows of the same run, float64.
 
     Run b of a site is ``lengths`` rows, at most ``most``, from number ``b * strides`` of ``order`` on; places beyond
-    the length hold infinity.
+    the length hold infinity. Rows that products in float32 leave in doubt are measured against all of their run.
     """
     kernels, (sites, n, width), device = _kernels(), rows.shape, rows.device
-    middle = rows.mean(dim=1)
     # As ``neighbors_gpu.search`` for products of float32 in parts; the sums of squares are no worse.
     allowance = 4 * ((3 * width + 16) * 2.0**-23 + 4 * 2.0**-20)
     out = torch.full((sites, blocks, most, 2), torch.inf, dtype=torch.float64, device=device)
     sure = torch.ones(sites, blocks, most, dtype=torch.bool, device=device)
     kernels.nearest_within[(-(-most // BLOCK_ROWS), sites * blocks)](
-        rows, order, middle, strides, lengths, out, sure, allowance, n, blocks, most, width,
+        rows, order, rows.mean(dim=1), strides, lengths, out, sure, allowance, n, blocks, most, width,
         R=BLOCK_ROWS, C=BLOCK_COLUMNS, K=BLOCK_DEPTH, num_warps=4,
     )  # fmt: skip
-    return out.sqrt_(), sure.all(dim=2)
+    kernels.mend_within[(most, sites * blocks)](
+        rows, order, strides, lengths, out, sure, n, blocks, most, width, C=MEND_COLUMNS, K=BLOCK_DEPTH, num_warps=4
+    )
+    return out.sqrt_()
 
 
 @functools.cache

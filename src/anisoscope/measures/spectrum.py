@@ -185,10 +185,10 @@ def trace_bias(
     """
     positive = values[values > 0]
     a, b = positive[:, None], positive[None, :]
-    gap = a - b
-    close = gap.abs() < 1e-5 * (a + b)
+    gap, both = a - b, a + b
+    close = gap.abs() < 1e-5 * both
     fs = slope(positive)
-    divided = (fs[:, None] - fs[None, :]) / torch.where(close, 1.0, gap)
-    divided[close] = bend((a + b)[close] / 2)  # few beside the diagonal, and dear
-    weight = a * b * (1 + torch.eye(len(positive), dtype=values.dtype, device=values.device))
-    return float((divided * weight).sum()) / (2 * dof)
+    divided = (fs[:, None] - fs[None, :]).div_(gap.masked_fill_(close, 1.0))
+    divided[close] = bend(both[close] / 2)  # few beside the diagonal, and dear
+    total = positive @ (divided @ positive) + divided.diagonal() @ positive.square()
+    return float(total) / (2 * dof)

@@ -17,7 +17,7 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures import row_kernels
 from anisoscope.measures.dimension import FACCO_KEPT
 from anisoscope.measures.found import Found
-from anisoscope.measures.later import beside, fetched, side_stream
+from anisoscope.measures.later import beside, fetched, in_thread, side_stream
 from anisoscope.measures.neighbors_fused import LEAST_ROWS, can_fuse, search_fused
 from anisoscope.measures.neighbors_gpu import mended, settle
 from anisoscope.measures.stacked_neighbors import (
@@ -26,7 +26,6 @@ from anisoscope.measures.stacked_neighbors import (
     copy_weights,
     cut,
     fitted,
-    plain_subsamples,
     told,
 )
 from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES
@@ -37,14 +36,18 @@ def begin(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | None]]:
     if not (rows.dtype == torch.float32 and can_fuse(rows[0], 2)):
         return begin_two_nn(rows)
     stream = side_stream(rows.device)
-    with beside(stream):
-        step = max(1, WIDE_CELLS // rows[0].numel())  # sites whose rows are held as float64 at a time
-        parts = [_Searched.of(some.contiguous()) for some in rows.split(step)]
-        table = {name: torch.cat([one.table[name] for one in parts]) for name in parts[0].table}
+
+    def search() -> tuple[list[_Searched], dict[str, np.ndarray]]:
+        with beside(stream):
+            step = max(1, WIDE_CELLS // rows[0].numel())  # sites whose rows are held as float64 at a time
+            parts = [_Searched.of(some.contiguous()) for some in rows.split(step)]
+            return parts, fetched({name: torch.cat([one.table[name] for one in parts]) for name in parts[0].table})
+
+    searched = in_thread(rows.device, search)
 
     def finish() -> list[Estimate | None]:
+        parts, here = searched()
         with beside(stream):
-            here = fetched(table)
             each = [(one, place) for one in parts for place in range(len(one.rows))]
             for site, (one, place) in enumerate(each):
                 one.make_certain(place, {name: value[site : site + 1] for name, value in here.items()})
@@ -81,20 +84,14 @@ class _Searched:
 
     def make_certain(self, place: int, here: dict[str, np.ndarray]) -> None:
         """Put right what was not certain of a site, of few rows as a rule; ``here`` is brought up to date in place."""
-        again = bool(here["unsettled"][0] > 0 and np.isfinite(here["sums"]).all())
-        doubtful = bool(np.isnan(here["bars"]).any())
-        if here["kept"][0] < LEAST_ROWS or not (again or doubtful):
+        if here["kept"][0] < LEAST_ROWS or not here["unsettled"][0] or not np.isfinite(here["sums"]).all():
             return
-        kept = (~self.copy[place]).nonzero().reshape(-1)
-        points, one = self.rows[place][kept], self.found[place]
-        if again:
-            # Places of neighbours are those among all rows; nothing here asks for them.
-            left = Found(one.distances[kept], one.indices[kept], one.settled[kept])
-            for name, value in fetched(fitted(settle(points, 2, 1.0, left).distances[None])).items():
-                here[name][0] = value[0]
-            here["unsettled"][0] = 0
-        if doubtful:
-            here["bars"][0] = fetched({"bars": plain_subsamples(points[None])})["bars"][0]
+        kept, one = (~self.copy[place]).nonzero().reshape(-1), self.found[place]
+        # Places of neighbours are those among all rows; nothing here asks for them.
+        left = Found(one.distances[kept], one.indices[kept], one.settled[kept])
+        certain = settle(self.rows[place][kept], 2, 1.0, left)
+        for name, value in fetched(fitted(certain.distances[None])).items():
+            here[name][0] = value[0]
 
 
 def _slope_sums(ratios: Float[Tensor, "r l"], kept: Int[Tensor, "r"]) -> Float[Tensor, "r two"]:
@@ -110,19 +107,18 @@ def _slope_sums(ratios: Float[Tensor, "r l"], kept: Int[Tensor, "r"]) -> Float[T
 def _subsamples(
     rows: Float[Tensor, "s n d"], copy: Bool[Tensor, "s n"], kept: Int[Tensor, "s"]
 ) -> Float[Tensor, "s b three"]:
-    """The same sums of disjoint runs of the rows that are no copies, and the least distance met in each; NaN where a
-    run is not certain. Runs are those of ``cut`` for SUBSAMPLES runs, which LEAST_ROWS rows have."""
+    """The same sums of disjoint runs of the rows that are no copies, and the least distance met in each. Runs are those
+    of ``cut`` for SUBSAMPLES runs, which LEAST_ROWS rows have."""
     order = copy.byte().sort(dim=1, stable=True).indices  # rows that are no copies first
     strides = (kept // SUBSAMPLES).int()
     lengths = strides.clamp_max(SUBSAMPLE_ROWS)
     most = min(SUBSAMPLE_ROWS, rows.shape[1] // SUBSAMPLES)
-    distances, sure = row_kernels.nearest_within(rows, order, SUBSAMPLES, strides, lengths, most)
+    distances = row_kernels.nearest_within(rows, order, SUBSAMPLES, strides, lengths, most)
     near, far = distances.flatten(0, 1).unbind(dim=2)
     real = torch.arange(most, device=rows.device) < lengths.repeat_interleave(SUBSAMPLES)[:, None]
     ratios = (far / near).log().masked_fill_(~real, torch.inf).sort(dim=1).values
     sums = _slope_sums(ratios, lengths.repeat_interleave(SUBSAMPLES))
-    found = torch.cat([sums, near.amin(dim=1, keepdim=True)], dim=1).unflatten(0, sure.shape)
-    return found.masked_fill_(~sure[:, :, None], torch.nan)
+    return torch.cat([sums, near.amin(dim=1, keepdim=True)], dim=1).unflatten(0, (len(rows), SUBSAMPLES))
 
 
 def _estimates(here: dict[str, np.ndarray], n: int) -> list[Estimate | None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError
 from anisoscope.estimate import Estimate
-from anisoscope.measures.later import fetched, leading_later
+from anisoscope.measures.later import beside, fetched, in_thread, leading_later, side_stream
 from anisoscope.measures.leading import BLOCK
 from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, P_VALUE, SPLIT, Asked, Here, Result, labels_of, plain
 from anisoscope.monitoring.views import Name, SiteView
@@ -36,6 +36,7 @@ from anisoscope.tangent.stacked import (
 from anisoscope.tangent.stacked_fits import MAX_ITER, Centred, Fits, kmeans_starts, pca_fits, seminmf_fits
 from anisoscope.tangent.stacked_types import (
     Types,
+    TypeSums,
     correlation_estimates,
     distance_estimates,
     type_sums,
@@ -120,8 +121,9 @@ def _results(
     layout, types = ready.layout, ready.types
     centred = Centred.of(x, layout.halves.rows)
     later = _begin_pca(asked, views, centred)
+    summed = _begin_types(x, types)
     fits = _seminmf(asked, views, centred, first=first)
-    sums = type_sums(x, types) if isinstance(types, Types) and types.ordinary else None
+    sums = summed()
     fits |= later()
     # By site, kind, half.
     bases = torch.stack([fits[kind].basis.view(sites, 2, width, rank) for kind in asked.proxies], dim=1)
@@ -211,6 +213,31 @@ def _begin_pca(asked: Asked, views: Sequence[SiteView], centred: Centred) -> Cal
         if found[1].shape[2] == BLOCK:
             asked._blocks.update(zip((view.site for view in views), found[1].split(2), strict=True))
         return {"pca": pca_fits(centred, asked.rank, found)}
+
+    return finish
+
+
+def _begin_types(x: Float[Tensor, "s n d"], types: Types | AnisoscopeError | None) -> Callable[[], TypeSums | None]:
+    """Begin the sums over token types, where there are any to be told."""
+    if not isinstance(types, Types) or not types.ordinary:
+        return lambda: None
+    stream = side_stream(x.device)
+
+    def act() -> TypeSums:
+        with beside(stream):
+            return type_sums(x, types)
+
+    begun = in_thread(x.device, act)
+
+    def finish() -> TypeSums:
+        found = begun()
+        if stream is not None:
+            here = torch.cuda.current_stream(x.device)
+            here.wait_stream(stream)
+            for one in vars(found).values():
+                one.record_stream(here)
+            x.record_stream(stream)
+        return found
 
     return finish
 
