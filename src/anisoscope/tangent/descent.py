@@ -74,12 +74,14 @@ def _sweep_until(codes: Tensor, cross: Tensor, gram: Tensor, sweeps: int, settle
     weights.fill_diagonal_(0)
     weights, own = weights.to(codes.dtype), own.to(codes.dtype)
     blocks = _blocks(weights)
+    flags = usable.to(codes.dtype)[:, None]
+    scale = flags / own[:, None]
     out = torch.empty_like(codes)
     n = codes.shape[1]
     step = part_rows(n, len(codes), codes.device)
     for at in range(0, n, step):
-        z = (codes[:, at : at + step] * usable[:, None]).contiguous()
-        target = cross[:, at : at + step] * (usable.to(codes.dtype) / own)[:, None]
+        z = (codes[:, at : at + step] * flags).contiguous()
+        target = cross[:, at : at + step] * scale
         for _ in range(sweeps):
             before = z.clone() if settled else z
             _sweep(z, target, blocks)
@@ -99,6 +101,8 @@ class _Block:
 
 
 def _blocks(weights: Tensor) -> list[_Block]:
+    if len(weights) <= BLOCK_CONCEPTS:
+        return [_Block(slice(0, len(weights)), weights, weights)]  # nothing is outside, and nobody asks for it
     found = []
     for at in range(0, len(weights), BLOCK_CONCEPTS):
         own = slice(at, min(at + BLOCK_CONCEPTS, len(weights)))
