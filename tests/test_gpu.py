@@ -139,6 +139,35 @@ def test_sites_together_on_the_device_say_what_each_says_alone():
             assert abs(states[view.site][name].value - plain[name].value) <= 1e-5 * abs(plain[name].value), name
 
 
+def test_steps_without_a_look_never_wait_for_the_device():
+    from anisoscope.capture.losses import CausalLoss
+    from anisoscope.models.build import ModelSpec, build_model
+    from anisoscope.schedule import every
+    from anisoscope.text.batches import Batch
+
+    spec = ModelSpec(architecture="gpt2", layers=2, width=64, heads=2, vocab_size=50, context=32, causal=True)
+    model = build_model(spec, 0).cuda()
+    ids = torch.randint(50, (64, 32), generator=torch.Generator().manual_seed(0))
+    flags = torch.ones_like(ids, dtype=torch.bool)
+    batch = Batch(ids, flags, ~flags, torch.arange(32).expand_as(ids).contiguous())
+    monitor = an.Monitor(model, probe=[batch], schedule=every(100), loss=CausalLoss(), sites="resid.*")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = ids.cuda()
+    monitor.step(100)
+    assert monitor.last is not None and not monitor.last.failures
+    try:
+        for step in range(101, 110):
+            model(input_ids=inputs).logits.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.set_sync_debug_mode("error")
+            monitor.step(step)
+            torch.cuda.set_sync_debug_mode("default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    monitor.close()
+
+
 if __name__ == "__main__":
     for name, function in list(globals().items()):
         if name.startswith("test_"):
