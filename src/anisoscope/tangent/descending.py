@@ -26,7 +26,7 @@ RESEEDS = 10  # rounds in which concepts without rows get a new direction
 BEGIN, GROW, SHRINK, GROW_LIMIT = 0.9, 1.2, 1.2, 1.01  # of the momentum; its rule is that of Ang and Gillis (2019)
 WINDOW = 4  # rounds launched on a GPU between two questions to it
 FEW_SHARE, FEW_ROWS, FEW_EACH = 8, 2048, 16  # a descent on few rows: an eighth of them, so many, so many a concept
-FEW_TOLERANCE, FEW_ITERATIONS = 1e-3, 60  # it only has to come near
+FEW_TOLERANCE, FEW_ITERATIONS, FEW_SWEEPS = 1e-3, 60, 2  # it only has to come near
 CODE_SWEEPS, CODE_SETTLED = 4, 1e-3  # of the codes of all rows under its concepts
 
 Parts: TypeAlias = Sequence[Tensor]
@@ -179,7 +179,7 @@ def descend_few(
     if size == 0:
         return None
     most, tolerance = min(FEW_ITERATIONS, FEW_SHARE * limits.max_iter), max(FEW_TOLERANCE, limits.tolerance)
-    coarse = replace(limits, max_iter=most, tolerance=tolerance)
+    coarse = Limits(most, tolerance, min(FEW_SWEEPS, limits.sweeps))
     run = descend(sample, concepts, codes[:, picks].contiguous(), size, coarse, momentum=0.0)
     with _side_by_side(a_ND, rank) as (rows, each):
         found = each(lambda at: solved(rows[at], run.concepts, CODE_SWEEPS, CODE_SETTLED))
