@@ -173,8 +173,13 @@ def second_moment(codes: Float[Tensor, "k n"]) -> Float[Tensor, "k k"]:
 def best_concepts(
     codes: Float[Tensor, "k n"], a_ND: Float[Tensor, "n d"], before: Float[Tensor, "k d"]
 ) -> Float[Tensor, "k d"]:
-    """The concepts that fit these codes best."""
-    return least_squares(second_moment(codes), pulled(codes, a_ND).double(), before, a_ND.dtype)
+    """The concepts that fit these codes best; the same bits for any number of cores, since a descent begins here."""
+    second, pull, cores = second_moment(codes), pulled(codes, a_ND).double(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return least_squares(second, pull, before, a_ND.dtype)
+    finally:
+        torch.set_num_threads(cores)
 
 
 def least_squares(
