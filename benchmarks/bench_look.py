@@ -70,7 +70,7 @@ def look_seconds(layers: int, width: int, vectors: int, looks: int) -> list[floa
     return found
 
 
-def overhead(steps: int = 3600) -> list[Table]:
+def overhead(steps: int = 3000) -> list[Table]:
     """The same training twice, without the monitor and with it as a recipe has it by default: 16 looks."""
     recipe = parse_recipe(RECIPE.replace("STEPS", str(steps)))
     assert recipe.monitor is not None  # the default
