@@ -11,7 +11,7 @@ from anisoscope.kernels import codes, nearest, rows, visits
 TARGET = GPUTarget("cuda", 90, 32)
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
             "columns", "most", "first_row", "offset", "count")  # fmt: skip
-DOUBLES = ("gram", "free", "mean", "factor", "squares", "lost")
+DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
 
 
 def compiled(kernel, constants, **types):
@@ -49,7 +49,7 @@ def main():
         ),
         "warm_codes": compiled(visits.warm_codes, visit, settled="fp32"),
         "half_step": compiled(visits.half_step, visit | {"S": 4}, **flags),
-        "rounds": compiled(codes.rounds, {"K": 16, "P": 16, "S": 4, "B": 128}, **flags),
+        "rounds": compiled(codes.rounds, {"K": 64, "P": 64, "S": 4, "B": 32}, **flags),
         "inverses": compiled(codes.inverses, {"K": 16, "P": 16}, second="*fp64", out="*fp64", limit="fp64", **flags),
         "two_least_of_tiles": compiled(
             nearest.two_least_of_tiles, {"D": 128, "B": nearest.TILE, "K": 64}, rows="*fp16", tiles="*i32"

@@ -140,6 +140,8 @@ def test_sites_together_on_the_device_say_what_each_says_alone():
 
 
 def test_steps_without_a_look_never_wait_for_the_device():
+    import warnings
+
     from anisoscope.capture.losses import CausalLoss
     from anisoscope.models.build import ModelSpec, build_model
     from anisoscope.schedule import every
@@ -160,7 +162,9 @@ def test_steps_without_a_look_never_wait_for_the_device():
             model(input_ids=inputs).logits.float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            torch.cuda.set_sync_debug_mode("error")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says that this switch is young
+                torch.cuda.set_sync_debug_mode("error")
             monitor.step(step)
             torch.cuda.set_sync_debug_mode("default")
     finally:

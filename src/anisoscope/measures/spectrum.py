@@ -12,10 +12,10 @@ from torch import Tensor
 
 from anisoscope.errors import DegenerateError, TooFewRowsError
 from anisoscope.measures.base import Workspace
-from anisoscope.measures.lanczos import leading
+from anisoscope.measures.leading import leading_spaces
 from anisoscope.stats.moments import Moments
 
-LANCZOS_WIDTH = 1536  # wider matrices get their top eigenpairs by Lanczos, narrower ones by a full decomposition
+LANCZOS_WIDTH = 1536  # wider matrices get their top eigenpairs alone, narrower ones a full decomposition
 LANCZOS_VALUES = 8  # the first is wanted, the others bound its bias
 GRAM_LIMIT = 5e-13  # eigenvalue ratio below which squaring has cost too many digits of a singular value
 
@@ -97,9 +97,9 @@ def _top(work: Workspace) -> Top:
         except ArpackNoConvergence:
             pass
     if width > LANCZOS_WIDTH and covariance.device.type != "cpu":
-        found = leading(covariance, LANCZOS_VALUES)
-        if found is not None:
-            return Top(*found, total)
+        found = leading_spaces(covariance[None], LANCZOS_VALUES)
+        if bool(found.settled):
+            return Top(found.values[0, :LANCZOS_VALUES], found.vectors[0, :, 0], total)
     every, columns = _decomposed(work, vectors=work.error_rows.enough)
     lead = columns[:, -1] if columns.shape[1] else every.new_zeros(width)
     return Top(every.flip(0).clamp_min(0), lead, total)
