@@ -227,7 +227,7 @@ def test_the_loss_of_a_look_is_that_of_the_objective(data):
     (own,) = data.values()
     assert isinstance(loss_of(RECIPE.variant("unmasked"), own), MaskedLoss)
     assert not isinstance(loss_of(RECIPE.variant("decoder"), own), MaskedLoss)
-    parts = probe_of(own, RECIPE.monitor, 14)  # half of what a training pass holds
+    parts = probe_of(own, RECIPE.monitor, 7)
     assert [len(part.ids) for part in parts] == [7, 7, 7, 3]
     assert torch.equal(torch.cat([part.ids for part in parts]), own.probe(24).ids)
 

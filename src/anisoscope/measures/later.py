@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +53,7 @@ def eigh_later(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, T
     on_host = CORES >= ENOUGH_CORES and matrices.shape[1] <= HOST_WIDTH
 
     def work(some: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device) if on_host else _stream("eigh", device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
             stream.wait_event(ready)
             some.record_stream(stream)
@@ -60,7 +61,8 @@ def eigh_later(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, T
             values, vectors = values.to(device), vectors.mT.to(device).mT
             return values, vectors, stream.record_event()
 
-    tasks = [_POOL.submit(work, some) for some in (matrices.split(1) if on_host else (matrices,))]
+    pool = _POOL if on_host else _lane("eigh")
+    tasks = [pool.submit(work, some) for some in (matrices.split(1) if on_host else (matrices,))]
 
     def result() -> tuple[Tensor, Tensor]:
         here, parts = torch.cuda.current_stream(device), []
@@ -90,14 +92,14 @@ def leading_later(
     ready = torch.cuda.current_stream(device).record_event()
 
     def work() -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        stream = torch.cuda.Stream(device)
+        stream = _stream("leading", device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
             stream.wait_event(ready)
             matrices.record_stream(stream)
             values, vectors = _led(matrices, rank, start)
             return values, vectors, stream.record_event()
 
-    task = _POOL.submit(work)
+    task = _lane("leading").submit(work)
 
     def result() -> tuple[Tensor, Tensor]:
         here = torch.cuda.current_stream(device)
@@ -127,8 +129,20 @@ def _largest_first(values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(1), vectors.flip(2)
 
 
-def in_thread(device: torch.device, act: Callable[[], T]) -> Callable[[], T]:
-    """Begin ``act`` in a thread of its own, so that two queues are filled at once; the function returned waits for it.
+@functools.cache
+def _lane(name: str) -> ThreadPoolExecutor:
+    """The one thread for work of a kind. Libraries keep tens of megabytes for each thread and stream they meet."""
+    return ThreadPoolExecutor(1, thread_name_prefix=f"anisoscope-{name}")
+
+
+@functools.cache
+def _stream(name: str, device: torch.device) -> torch.cuda.Stream:
+    """The one stream for work of a kind."""
+    return torch.cuda.Stream(device)
+
+
+def in_thread(name: str, device: torch.device, act: Callable[[], T]) -> Callable[[], T]:
+    """Begin ``act`` in the thread of its kind, so that two queues are filled at once; the function returned waits.
 
     On a GPU alone: elsewhere the work itself would compete for cores. What ``act`` does must not lean on switches of
     the whole process, such as those of ``on_tensor_cores``.
@@ -141,7 +155,7 @@ def in_thread(device: torch.device, act: Callable[[], T]) -> Callable[[], T]:
         with torch.cuda.device(device):
             return act()
 
-    return _POOL.submit(work).result
+    return _lane(name).submit(work).result
 
 
 @contextlib.contextmanager
@@ -154,11 +168,11 @@ def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
             yield
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream that begins where the current one stands; None where there are no streams."""
+def side_stream(name: str, device: torch.device) -> torch.cuda.Stream | None:
+    """The stream for work of a kind, from where the current one stands; None where there are no streams."""
     if device.type != "cuda":
         return None
-    stream = torch.cuda.Stream(device)
+    stream = _stream(name, device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
 

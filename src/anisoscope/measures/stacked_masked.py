@@ -35,7 +35,7 @@ def begin(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | None]]:
     """Begin TwoNN of each site, by kernels where they serve; see ``begin_two_nn``."""
     if not (rows.dtype == torch.float32 and can_fuse(rows[0], 2)):
         return begin_two_nn(rows)
-    stream = side_stream(rows.device)
+    stream = side_stream("neighbours", rows.device)
 
     def search() -> tuple[list[_Searched], dict[str, np.ndarray]]:
         with beside(stream):
@@ -43,7 +43,7 @@ def begin(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | None]]:
             parts = [_Searched.of(some.contiguous()) for some in rows.split(step)]
             return parts, fetched({name: torch.cat([one.table[name] for one in parts]) for name in parts[0].table})
 
-    searched = in_thread(rows.device, search)
+    searched = in_thread("neighbours", rows.device, search)
 
     def finish() -> list[Estimate | None]:
         parts, here = searched()

@@ -221,13 +221,13 @@ def _begin_types(x: Float[Tensor, "s n d"], types: Types | AnisoscopeError | Non
     """Begin the sums over token types, where there are any to be told."""
     if not isinstance(types, Types) or not types.ordinary:
         return lambda: None
-    stream = side_stream(x.device)
+    stream = side_stream("types", x.device)
 
     def act() -> TypeSums:
         with beside(stream):
             return type_sums(x, types)
 
-    begun = in_thread(x.device, act)
+    begun = in_thread("types", x.device, act)
 
     def finish() -> TypeSums:
         found = begun()

@@ -262,10 +262,9 @@ class Watcher:
 
 
 def probe_of(data: TrainingData, spec: MonitorSpec, rows: int) -> list[Batch]:
-    """The held-out windows of every look, cut into batches half as large as those of a training pass: states and
-    gradients of all sites are held beside the pass, and there is room for them then."""
+    """The held-out windows of every look, cut into batches that a training pass would have room for."""
     whole = data.probe(spec.sequences)
-    parts = [getattr(whole, name).split(max(1, rows // 2)) for name in ("ids", "mask", "special", "positions")]
+    parts = [getattr(whole, name).split(rows) for name in ("ids", "mask", "special", "positions")]
     return [Batch(*part) for part in zip(*parts, strict=True)]
 
 
