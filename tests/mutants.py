@@ -40,6 +40,7 @@ PROFILE, SWEEP, STORE = "tests/test_profile.py", "tests/test_sweep.py", "tests/t
 TERMS, ZIPF, PROBES = "tests/test_regularizers.py", "tests/test_interventions.py", "tests/test_quality.py"
 THEORY, RECOVERY, PAIRS = "tests/test_theory.py", "tests/test_theory_recovery.py", "tests/test_quality_report.py"
 CAUSAL, KERNELS, STACKED = "tests/test_causal_report.py", "tests/test_kernels.py", "tests/test_stacked.py"
+LEADING = "tests/test_leading.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
     Mutant(A, "(float(total @ total) - n) / (n * (n - 1))", "float(total @ total) / n**2", (ORACLES,)),
@@ -164,8 +165,8 @@ MUTANTS = [
     Mutant("tangent/crossed.py", "(bottom - top).clamp_min(0)", "bottom", (CROSSED,)),
     Mutant("tangent/crossed.py", "2 * seed + other", "seed", (CROSSED,)),
     Mutant("tangent/crossed.py", "bases[name][other]", "bases[name][half]", (CROSSED,)),
-    Mutant("tangent/drawn.py", "inner = self.inner - c.transpose(1, 2) @ c", "inner = self.inner", (ENERGY,)),
-    Mutant("tangent/drawn.py", "form = form - mixed - ", "form = form - ", (ENERGY,)),
+    Mutant("tangent/drawn.py", "inner - self.within.mT @ self.within", "inner[None] + 0 * self.within", (ENERGY,)),
+    Mutant("tangent/drawn.py", "@ c - 2 * across)", "@ c - across)", (ENERGY,)),
     Mutant("tangent/energy.py", ".clamp_min(0) * (k / (d - k))", ".clamp_min(0) * (k / d)", (ENERGY, CROSSED)),
     Mutant("tangent/nulls.py", "left_top = top - 2 *", "left_top = top - 1 *", (ENERGY,)),
     Mutant("tangent/nulls.py", "+ (both - own) *", "+ 0 * (both - own) *", (TANGENTS,)),
@@ -232,7 +233,41 @@ MUTANTS = [
         "neighbours",
     ),
     Mutant("kernels/nearest.py", "tl.minimum(out, tl.min(new, axis=0))", "out", (KERNELS,), "neighbours"),
-    Mutant("measures/leading.py", "EXACT = 1e-7", "EXACT = 1e-1", ("tests/test_leading.py",)),
+    Mutant("kernels/rows.py", "(1 - allowance) - 2 * total", " - 2 * total", (KERNELS,), "within"),
+    Mutant("kernels/rows.py", "tl.where(values == 0.0, 0.0, values)", "values", (KERNELS,), "copies"),
+    Mutant(
+        "kernels/rows.py",
+        "tl.minimum(after, tl.maximum(best, total))",
+        "tl.minimum(after, total)",
+        (KERNELS,),
+        "within",
+    ),
+    Mutant("kernels/visits.py", "row = tl.where(p == k, 0.0, row)", "row = row", (KERNELS,), "visit"),
+    Mutant("kernels/visits.py", "tl.where((gain > 0)[None, :], z, 0.0)", "z * 0.0", (KERNELS,), "visit"),
+    Mutant("measures/stacked_masked.py", ".masked_fill_(copy, torch.inf)", "", (KERNELS,), "marked"),
+    Mutant(
+        "measures/neighbors_fused.py",
+        "ready.size[:, : rows.shape[1]].masked_fill_(left_out[:, ready.order], _kernels().FAR / 4)",
+        "pass",
+        (KERNELS,),
+        "marked",
+    ),
+    Mutant("measures/leading.py", "DEGREES = (2, 4, 16)", "DEGREES = (16, 16, 16)", (LEADING,)),
+    Mutant("measures/leading.py", "values - edge, 0.0)", "values * 0, 0.0)", (LEADING,)),
+    Mutant("measures/leading.py", "FRESH = 4", "FRESH = 0", (LEADING,)),
+    Mutant("tangent/stacked_controls.py", "inner - c.mT @ c", "inner", (STACKED,)),
+    Mutant("tangent/stacked_controls.py", "- 2 * second + both", "- second + both", (STACKED,)),
+    Mutant("tangent/stacked_controls.py", "form[:, 0] - n * along", "form[:, 0] - along", (STACKED,)),
+    Mutant(
+        "monitoring/looks.py", "held.loss is loss and _same(held.batches, batches)", "True", ("tests/test_monitor.py",)
+    ),
+    Mutant(
+        "tangent/descending.py",
+        "run = descend(sample, concepts, codes[:, picks].contiguous()",
+        "run = descend(sample, concepts, codes[:, : len(picks)].contiguous()",
+        ("tests/test_seminmf.py",),
+    ),
+    Mutant("measures/leading.py", "EXACT = 1e-7", "EXACT = 1e-1", (LEADING,)),
     Mutant("stats/moments.py", " + across + across.T", " + across", (STACKED,), "tensor_cores"),
     Mutant("monitoring/tangents.py", "view.step == self.steps", "view.step > self.steps", (TANGENTS,)),
     Mutant("monitoring/tangents.py", "sum(nulls) / 2", "sum(nulls)", (TANGENTS,)),
