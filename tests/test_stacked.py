@@ -20,6 +20,7 @@ from anisoscope.monitoring.stacking import Stacked
 from anisoscope.monitoring.tangents import TangentAnalysis
 from anisoscope.monitoring.tangents_together import alike
 from anisoscope.monitoring.views import Look, SiteView
+from anisoscope.stats import moments
 from anisoscope.stats.moments import gram_in_parts
 from anisoscope.stats.precision import full_precision, two_parts
 from anisoscope.tangent import stacked_fits
@@ -350,6 +351,29 @@ def test_rows_on_tensor_cores_are_multiplied_in_two_parts():
     rows = draw(2500, 30) * torch.logspace(-3, 0, 30)  # neither a whole number of parts nor one part
     truth, size = rows.double().T @ rows.double(), rows.double().norm(dim=0)
     assert float(((gram_in_parts(rows) - truth) / size[:, None] / size).abs().max()) < 1e-6
+
+
+def test_effective_ranks_of_wide_rows_count_small_singular_values(monkeypatch):
+    """Products in parts would lose three digits here: one direction holds nearly everything, and it is no axis."""
+    monkeypatch.setattr(moments, "PARTED_WIDTH", 32)
+    monkeypatch.setattr(moments, "has_tensor_cores", lambda device: True)
+    turn = torch.linalg.qr(draw(48, 48, seed=1).double()).Q
+    size = torch.cat([torch.ones(1), torch.full((47,), 1e-3)])  # variances of a millionth of the largest
+    rows = ((draw(2048, 48).double() * size) @ turn).float()
+    names = ["spectral_ratio", "effective_rank"]
+    found = begin([rows, rows.flip(0)], names)()
+    for one in found:
+        for name, plain in measure(rows, names).items():
+            assert one is not None and one[name].value == pytest.approx(plain.value, rel=1e-7), name
+
+
+def test_scatters_of_wide_float64_rows_keep_their_digits(monkeypatch):
+    monkeypatch.setattr(moments, "PARTED_WIDTH", 32)
+    monkeypatch.setattr(moments, "has_tensor_cores", lambda device: True)
+    rows = draw(1, 600, 40).double() + 1e-9 * draw(1, 600, 40, seed=1).double()
+    centred = stacked_fits.Centred.of(rows, (torch.arange(300), torch.arange(300, 600)))
+    truth = torch.stack([part.T.cov(correction=0) * 300 for part in rows[0].split(300)])
+    assert torch.allclose(centred.scatter, truth, rtol=1e-12, atol=1e-10)
 
 
 def test_groups_without_gradient_or_with_few_sequences_are_told_as_alone():

@@ -48,7 +48,8 @@ def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: 
     stack = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
     table: dict[str, Tensor] = {"size": torch.stack(torch.aminmax(stack.flatten(1), dim=1)).abs().amax(dim=0)}
     spectral = any(name in names for name in ("spectral_ratio", "effective_rank", "isoscore"))
-    sums = _Sums.of(stack, directions="mean_cosine" in names) if spectral or "mean_cosine" in names else None
+    wanted = spectral or "mean_cosine" in names
+    sums = _Sums.of(stack, directions="mean_cosine" in names, exact="effective_rank" in names) if wanted else None
     later = None
     if sums is not None and any(name in names for name in ("spectral_ratio", "effective_rank")):
         # What is not finite would end the decomposition of all sites: such sites get the identity, and are left out.
@@ -84,10 +85,10 @@ class _Sums:
     cosines: dict[str, Tensor]
 
     @classmethod
-    def of(cls, rows: Float[Tensor, "s n d"], *, directions: bool) -> _Sums:
+    def of(cls, rows: Float[Tensor, "s n d"], *, directions: bool, exact: bool) -> _Sums:
         _, n, width = rows.shape
         step = max(1, WIDE_CELLS // (n * width))
-        parts = [_sums(some, directions=directions) for some in rows.split(step)]
+        parts = [_sums(some, directions=directions, exact=exact) for some in rows.split(step)]
         joined = {name: torch.cat([one[name] for one in parts]) for name in parts[0]}
         mean, scatter, fourth, some = (joined.pop(name) for name in ("mean", "scatter", "fourth", "rows"))
         covariance = scatter / (n - 1)
@@ -105,8 +106,12 @@ class _Sums:
         return found | self.cosines
 
 
-def _sums(rows: Float[Tensor, "s n d"], *, directions: bool) -> dict[str, Tensor]:
-    """Of a few sites, whose rows fit into memory twice as float64."""
+def _sums(rows: Float[Tensor, "s n d"], *, directions: bool, exact: bool) -> dict[str, Tensor]:
+    """Of a few sites, whose rows fit into memory twice as float64.
+
+    ``exact``: products in float64 at every width. Small singular values, which an effective rank counts in full, drown
+    in the rounding of parts that tensor cores multiply.
+    """
     wide = rows.double()
     found = _cosines(rows, wide) if directions else {}
     mean = wide.mean(dim=1)
@@ -114,7 +119,7 @@ def _sums(rows: Float[Tensor, "s n d"], *, directions: bool) -> dict[str, Tensor
     radius2 = wide.square().sum(dim=2)
     return found | {
         "mean": mean,
-        "scatter": grams(wide),
+        "scatter": grams(wide, exact=exact),
         "fourth": radius2.square().sum(dim=1),
         "rows": _runs(wide).flatten(1, 2).float(),
     }

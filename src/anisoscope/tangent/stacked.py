@@ -94,7 +94,7 @@ def seen_by_half(
         wide = rows.double()
         means[few] = wide.mean(dim=1)
         for cell, part in enumerate(wide.split(number, dim=1)):
-            moments[few, cell] = grams(part)
+            moments[few, cell] = grams(part, exact=g.dtype == torch.float64)
         energies[few, 0] = torch.linalg.vector_norm(rows, dim=2).double().square()
         along = (rows @ flat[few]).unflatten(2, (count, rank)).double().square().sum(dim=3)
         energies[few, 1:] = along.mT

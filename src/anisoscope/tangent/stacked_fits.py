@@ -54,7 +54,8 @@ class Centred:
                 middle = wide.mean(dim=1)
                 near = wide.sub_(middle[:, None]).to(x.dtype)
                 wide.copy_(near)
-                mean[few, half], rows[few, half, : len(at)], scatter[few, half] = middle, near, grams(wide)
+                mean[few, half], rows[few, half, : len(at)] = middle, near
+                scatter[few, half] = grams(wide, exact=x.dtype == torch.float64)
         total = scatter.diagonal(dim1=2, dim2=3).sum(dim=2)
         counts = torch.tensor([len(half) for half in halves], device=x.device).repeat(sites)
         return cls(rows.flatten(0, 1), counts, mean.flatten(0, 1), scatter.flatten(0, 1), total.flatten())
