@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from anisoscope.measures import neighbors_fused
-from anisoscope.tangent import descending, descent, seminmf, stacked_fits, sweeps
+from anisoscope.tangent import descending, descent, seminmf, stacked_controls, stacked_fits, sweeps
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
@@ -125,7 +125,11 @@ def small_inverses(rank):
     idle, _ = sweeps.inverses(second, torch.tensor([False, True, True]), 1e6)
     assert not idle.any(), "what is not active has no inverse"
     error = (out[0] @ second[0] - torch.eye(rank, dtype=torch.float64)).abs().max()
-    return {"error": float(error), "good": good.tolist(), "rest": float(out[1:].abs().max())}
+    stacked_controls.has_kernels = lambda device, rank: True
+    lost = stacked_controls._inverses(second[:1], second[None, None])[1].isnan().flatten(3).all(dim=3)
+    return {
+        "error": float(error), "good": good.tolist(), "rest": float(out[1:].abs().max()), "lost": lost.flatten().tolist()
+    }  # fmt: skip
 
 
 def accounts(rank):

@@ -62,6 +62,7 @@ def test_small_inverses_and_what_has_none():
         assert found["error"] < 1e-12
         assert found["good"] == [True, False, False]
         assert found["rest"] == 0
+        assert found["lost"] == [False, True, True], "a control without an inverse has no energy, not one of zero"
 
 
 def test_the_account_of_a_half_step():

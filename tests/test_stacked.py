@@ -25,6 +25,7 @@ from anisoscope.stats.moments import gram_in_parts
 from anisoscope.stats.precision import full_precision, two_parts
 from anisoscope.tangent import stacked_fits
 from anisoscope.tangent.stacked import jackknives
+from anisoscope.tangent.stacked_controls import _inverses
 from anisoscope.tangent.stacked_types import Types, correlation_estimates
 from anisoscope.tangent.units import jackknife
 from anisoscope.text.frequency import TokenCounts, frequency_bins
@@ -374,6 +375,13 @@ def test_scatters_of_wide_float64_rows_keep_their_digits(monkeypatch):
     centred = stacked_fits.Centred.of(rows, (torch.arange(300), torch.arange(300, 600)))
     truth = torch.stack([part.T.cov(correction=0) * 300 for part in rows[0].split(300)])
     assert torch.allclose(centred.scatter, truth, rtol=1e-12, atol=1e-10)
+
+
+def test_controls_without_an_inverse_have_no_energy():
+    eye = torch.eye(2).double()
+    singular, indefinite = torch.ones(2, 2).double(), torch.tensor([[1.0, 2.0], [2.0, 1.0]]).double()
+    inverse, off = _inverses(eye[None], torch.stack([2 * eye, singular, indefinite])[None, None])
+    assert torch.equal(inverse[0], eye) and torch.equal(off[0, 0, 0], eye / 2) and off[0, 0, 1:].isnan().all()
 
 
 def test_groups_without_gradient_or_with_few_sequences_are_told_as_alone():

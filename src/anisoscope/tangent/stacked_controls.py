@@ -137,11 +137,16 @@ def _against(columns: Float[Tensor, "*lead d k"], z: Float[Tensor, "b k d"]) -> 
 def _inverses(
     inner: Float[Tensor, "b k k"], off: Float[Tensor, "s p b k k"]
 ) -> tuple[Float[Tensor, "b k k"], Float[Tensor, "s p b k k"]]:
+    """NaN where there is none: such a site is then left to the plain path."""
     both = torch.cat([inner, off.flatten(0, 2)])
     if has_kernels(inner.device, inner.shape[1]):
-        found, _ = inverses(both, torch.ones(len(both), dtype=torch.bool, device=both.device), SINGULAR)
+        found, good = inverses(both, torch.ones(len(both), dtype=torch.bool, device=both.device), SINGULAR)
     else:
-        found = torch.cholesky_inverse(torch.linalg.cholesky_ex(both)[0])
+        factor, failed = torch.linalg.cholesky_ex(both)
+        good = failed == 0
+        eye = torch.eye(both.shape[1], dtype=both.dtype, device=both.device)
+        found = torch.cholesky_inverse(torch.where(good[:, None, None], factor, eye))
+    found = torch.where(good[:, None, None], found, torch.nan)
     return found[: len(inner)], found[len(inner) :].view_as(off)
 
 
