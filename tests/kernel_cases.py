@@ -126,10 +126,9 @@ def small_inverses(rank):
     assert not idle.any(), "what is not active has no inverse"
     error = (out[0] @ second[0] - torch.eye(rank, dtype=torch.float64)).abs().max()
     stacked_controls.has_kernels = lambda device, rank: True
-    lost = stacked_controls._inverses(second[:1], second[None, None])[1].isnan().flatten(3).all(dim=3)
-    return {
-        "error": float(error), "good": good.tolist(), "rest": float(out[1:].abs().max()), "lost": lost.flatten().tolist()
-    }  # fmt: skip
+    lost = stacked_controls._inverses(second, second[None, None])[1].isnan().flatten(3).all(dim=3)
+    rest = float(out[1:].abs().max())
+    return {"error": float(error), "good": good.tolist(), "rest": rest, "lost": lost.flatten().tolist()}
 
 
 def accounts(rank):
