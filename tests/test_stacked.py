@@ -380,8 +380,8 @@ def test_scatters_of_wide_float64_rows_keep_their_digits(monkeypatch):
 def test_controls_without_an_inverse_have_no_energy():
     eye = torch.eye(2).double()
     singular, indefinite = torch.ones(2, 2).double(), torch.tensor([[1.0, 2.0], [2.0, 1.0]]).double()
-    inverse, off = _inverses(eye.repeat(3, 1, 1), torch.stack([2 * eye, singular, indefinite])[None, None])
-    assert torch.equal(inverse[0], eye) and torch.equal(off[0, 0, 0], eye / 2) and off[0, 0, 1:].isnan().all()
+    inverse, off = _inverses(eye.repeat(3, 1, 1), torch.stack([4 * eye, singular, indefinite])[None, None])
+    assert torch.equal(inverse[0], eye) and torch.equal(off[0, 0, 0], eye / 4) and off[0, 0, 1:].isnan().all()
 
 
 def test_groups_without_gradient_or_with_few_sequences_are_told_as_alone():
