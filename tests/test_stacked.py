@@ -10,6 +10,7 @@ import torch
 from anisoscope.errors import OptionError, SiteError
 from anisoscope.measures.found import Found
 from anisoscope.measures.neighbors import by_tiles, nearest_neighbors
+from anisoscope.measures.neighbors_fused import _tiles
 from anisoscope.measures.neighbors_gpu import mended, nearest_by_tiles, search
 from anisoscope.measures.plan import scale_of
 from anisoscope.measures.stacked import STACKED, begin
@@ -382,6 +383,12 @@ def test_controls_without_an_inverse_have_no_energy():
     singular, indefinite = torch.ones(2, 2).double(), torch.tensor([[1.0, 2.0], [2.0, 1.0]]).double()
     inverse, off = _inverses(eye.repeat(3, 1, 1), torch.stack([4 * eye, singular, indefinite])[None, None])
     assert torch.equal(inverse[0], eye) and torch.equal(off[0, 0, 0], eye / 4) and off[0, 0, 1:].isnan().all()
+
+
+def test_tiles_of_pairs_are_kept_for_each_stream():
+    one, same, other = (_tiles(1, 3, torch.device("cpu"), stream) for stream in (7, 7, 8))
+    assert one is same and one is not other and torch.equal(one, other)
+    assert sorted(one.tolist()) == [[0, 1], [0, 2], [1, 1], [1, 2], [2, 2]]
 
 
 def test_groups_without_gradient_or_with_few_sequences_are_told_as_alone():

@@ -140,8 +140,11 @@ def _stripes(sites: int, padded: int) -> list[tuple[int, int]]:
 
 
 @functools.lru_cache(maxsize=16)
-def _tiles(first: int, last: int, device: torch.device) -> Int[Tensor, "t two"]:
-    """The tiles (I, J) of a stripe that hold pairs i < j, near ones next to each other so that rows stay in cache."""
+def _tiles(first: int, last: int, device: torch.device, stream: int) -> Int[Tensor, "t two"]:
+    """The tiles (I, J) of a stripe that hold pairs i < j, near ones next to each other so that rows stay in cache.
+
+    Kept for each stream: another one would neither wait until they are made nor be waited for when they go.
+    """
     i, j = torch.arange(last, device=device), torch.arange(first, last, device=device)
     rows, columns = (one.reshape(-1) for one in torch.meshgrid(i, j, indexing="ij"))
     rows, columns = rows[rows <= columns], columns[rows <= columns]
@@ -155,7 +158,7 @@ def _look(ready: _Ready, lists: _Lists, first: int, last: int) -> None:
     kernels = _kernels()
     tile, (sites, padded, depth), device = kernels.TILE, ready.half.shape, ready.half.device
     end, columns = last * tile, (last - first) * tile
-    tiles = _tiles(first, last, device)
+    tiles = _tiles(first, last, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
     of_rows = torch.empty(2, sites, last - first, end, device=device)
     of_columns = torch.empty(2, sites, last, columns, device=device)
     kernels.two_least_of_tiles[(len(tiles), sites)](
