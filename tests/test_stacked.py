@@ -385,6 +385,19 @@ def test_controls_without_an_inverse_have_no_energy():
     assert torch.equal(inverse[0], eye) and torch.equal(off[0, 0, 0], eye / 4) and off[0, 0, 1:].isnan().all()
 
 
+@pytest.mark.parametrize(("cores", "dtype", "good"), [(True, torch.float32, False), (False, torch.float32, True),
+                                                       (True, torch.float64, True)])  # fmt: skip
+def test_directions_that_products_in_parts_cannot_tell_are_left_to_the_plain_fit(monkeypatch, cores, dtype, good):
+    monkeypatch.setattr(moments, "PARTED_WIDTH", 32)
+    monkeypatch.setattr(moments, "has_tensor_cores", lambda device: cores)
+    rows = (draw(1, 400, 40).double() * torch.cat([torch.full((1,), 1e4), torch.ones(39)])).to(dtype)
+    centred = stacked_fits.Centred.of(rows, (torch.arange(200), torch.arange(200, 400)))
+    values, vectors = torch.linalg.eigh(centred.scatter)
+    for rank, ordinary in ((1, True), (3, good)):
+        found = stacked_fits.pca_fits(centred, rank, (values.flip(1), vectors.flip(2)))
+        assert found.ordinary.tolist() == [ordinary] * 2
+
+
 def test_tiles_of_pairs_are_kept_for_each_stream():
     one, same, other = (_tiles(1, 3, torch.device("cpu"), stream) for stream in (7, 7, 8))
     assert one is same and one is not other and torch.equal(one, other)

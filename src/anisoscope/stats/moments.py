@@ -229,9 +229,14 @@ def gram_in_parts(y_ND: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
     return own.sum(dim=0, dtype=torch.float64) + across + across.T
 
 
+def in_parts(width: int, device: torch.device) -> bool:
+    """Whether ``grams`` multiplies rows of this width in parts, where it need not be exact."""
+    return width >= PARTED_WIDTH and has_tensor_cores(device)
+
+
 def grams(rows: Float[Tensor, "s n d"], *, exact: bool = False) -> Float[Tensor, "s d d"]:
     """``y^T y`` of the rows of each site, float64; wide rows on tensor cores as float32 in parts, unless ``exact``."""
-    if rows.shape[2] >= PARTED_WIDTH and has_tensor_cores(rows.device) and not exact:
+    if not exact and in_parts(rows.shape[2], rows.device):
         return torch.stack([gram_in_parts(one.float()) for one in rows])
     wide = rows.double()
     return wide.mT @ wide

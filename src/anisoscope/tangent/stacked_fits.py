@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.measures.leading import orthonormal_columns
-from anisoscope.stats.moments import grams
+from anisoscope.stats.moments import grams, in_parts
 from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
 from anisoscope.tangent.sweeps import account, has_kernels, inverses, swept_all
 from anisoscope.tangent.visits import HalfSteps, can_visit, warm_codes
@@ -25,6 +25,7 @@ WIDE_CELLS = 1 << 27  # half a gigabyte or so
 SPLIT_COLUMNS = 1024  # codes multiplied at a time: long thin products leave most of a GPU idle
 KMEANS_ROUNDS = 8
 EPS = torch.finfo(torch.float64).eps
+PARTED_RANGE = 1e-6  # of the largest eigenvalue: below it products in parts leave fewer than three digits
 CHOLESKY_CONDITION = 1e10  # of a Gram matrix: its root is lost twice, and digits are left
 
 
@@ -90,6 +91,8 @@ def pca_fits(centred: Centred, rank: int, decomposed: tuple[Tensor, Tensor]) -> 
     values, vectors = decomposed[0][:, : rank + 1], decomposed[1][:, :, :rank]
     _, n, width = centred.rows.shape
     rounding = max(16 * torch.finfo(centred.rows.dtype).eps ** 2, max(n, width) * EPS)
+    if centred.rows.dtype != torch.float64 and in_parts(width, centred.rows.device):
+        rounding = max(rounding, PARTED_RANGE)
     basis = with_fixed_signs(vectors)
     error = (1 - values[:, :rank].sum(dim=1) / centred.total).clamp_min(0)
     ordinary = centred.spread() & (values[:, rank - 1] > rounding * values[:, 0]) & (centred.counts > width)
