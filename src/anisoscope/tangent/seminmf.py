@@ -135,11 +135,12 @@ def fit_seminmf(
     goes to their mean. It ends when one iteration lowers the error by less than ``tolerance`` of it. ``dtype`` of the
     large products: float64 for float64 rows, else float32; small matrices are float64 always.
 
-    ``coarse``: 8,192 rows or more (64 times the rank, at least) are descended on an eighth of them first, drawn by
-    ``seed``, unless ``concepts`` are given. Then the codes of all rows are found once, and the descent goes on with
-    all of them: ``history``, ``iterations`` and ``max_iter`` are of that part. ``momentum`` lets codes go on by this
-    share of their last change (to begin with) where that lowers the error: fewer iterations, and with 1 an end farther
-    from the cells that concepts started as. By default it is 0.5 after a coarse descent and 0 without.
+    ``coarse``: 8,192 rows or more (64 times the rank, at least) are descended on an eighth of them first (2,048 and 16
+    times the rank, at least), drawn by ``seed``, unless ``concepts`` are given; ``codes`` alone are where that begins.
+    Then the codes of all rows are found once, and the descent goes on with all of them: ``history``, ``iterations`` and
+    ``max_iter`` are of this second part. ``momentum`` lets codes go on by this share of their last change (to begin
+    with) where that lowers the error: fewer iterations, and with 1 an end farther from the cells that concepts started
+    as. By default it is 0.5 after a coarse descent and 0 without.
 
     More than ``batch_rows`` rows, files and iterables of chunks are never held: each pass reads them batch by batch,
     keeps ``Z^T Z`` and ``Z^T A`` alone and forgets the codes; at most ``passes`` of them. What can be read only once

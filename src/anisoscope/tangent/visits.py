@@ -24,7 +24,7 @@ def can_visit(a: Float[Tensor, "f n d"], rank: int) -> bool:
 def warm_codes(
     a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], sweeps: int, settled: float
 ) -> Float[Tensor, "f k n"]:
-    """``descent.solved`` of all fits; rows settle 128 at a time, which is never later than all together."""
+    """``descent.solved`` of all fits; rows settle 128 at a time, each part to the tolerance of all together."""
     kernels, (fits, n, width), rank = _kernels(), a.shape, concepts.shape[1]
     gram = concepts @ concepts.mT
     active = torch.ones(fits, dtype=torch.bool, device=a.device)
