@@ -230,6 +230,8 @@ def seminmf() -> list[Table]:
         steps = next((at // 2 + 1 for at, one in enumerate(history) if at % 2 and one <= error), 80)
         while steps < 80 and fit_seminmf(a, rank, max_iter=steps, tolerance=0.0).error > error:
             steps += 1
+        if steps == 80 and history[-1] > error:
+            sys.exit(f"semi-NMF of rank {rank} did not reach {error:.5f} in 80 rounds")
         there = clock(lambda r=rank, s=steps: fit_seminmf(a, r, max_iter=s, tolerance=0.0), 3)
         ours, found = clock(lambda r=rank: fit_seminmf(a, r), 2), fit_seminmf(a, rank)
         table.add(f"{rank}", seconds(theirs), f"{error:.5f}", seconds(there), f"{steps}", f"{theirs / there:.1f}x",

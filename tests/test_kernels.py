@@ -89,13 +89,14 @@ def test_rows_in_half_precision():
 def test_nearest_rows_within_runs():
     found = run("within", script="row_kernel_cases.py")
     assert found["worst"] < 1e-14 and found["beyond"], found
+    assert found["hidden"] < 1e-12, "what products cannot tell is measured"
     assert found["tied"] < 1e-14, "rows with many neighbours as near as each other are measured against all of them"
 
 
 def test_two_nn_of_sites_whose_copies_are_marked():
     found = run("masked", script="row_kernel_cases.py")
     assert max(map(abs, (*found["value"], *found["stderr"], found["rough"]))) < 1e-9, found
-    assert all(found["same"]) and found["copies"] == 570
+    assert all(found["same"]) and found["copies"] == 220
     assert found["empty"], "too few rows are left to the plain measure"
 
 

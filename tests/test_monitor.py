@@ -31,6 +31,7 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Needs, register, unregister
 from anisoscope.measures.table import measure
 from anisoscope.monitor import DEFAULT_MEASURES, GRADIENT_MEASURES, Monitor
+from anisoscope.monitoring.looks import Plan, _Tokens
 from anisoscope.monitoring.measuring import begin_slice, norm_of_squares
 from anisoscope.monitoring.stacking import Stacked
 from anisoscope.monitoring.views import SiteView
@@ -855,3 +856,15 @@ def test_schedules_that_need_what_they_are_not_told_are_told_once(probe):
             monitor.step(step)
             looked.append(monitor.last.records[0].step)
     assert sorted(set(looked)) == [0, 1, 3, 10]
+
+
+def test_what_is_known_of_a_probe_is_that_of_its_own_tokens():
+    plan = Plan(nn.Linear(2, 2), (), frozenset(), (), None, vectors=10**6, seed=0)
+    one, two, loss = batch_of(2, 8), batch_of(2, 8, seed=1), CausalLoss()
+    first = _Tokens.of(plan, [one], loss)
+    assert _Tokens.of(plan, [one], loss) is first, "made once"
+    other = _Tokens.of(plan, [two], loss)
+    assert torch.equal(other.ids, two.ids.flatten().long()) and not torch.equal(other.ids, first.ids)
+    assert _Tokens.of(plan, [one, two], loss).measured == 2 * first.measured
+    masked = _Tokens.of(plan, [one], MaskedLoss(mask_id=0))
+    assert masked.weights != first.weights, "how many tokens a loss predicts is the loss's own"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from anisoscope.errors import OptionError, SiteError
+from anisoscope.measures import stacked as stacked_measures
 from anisoscope.measures.found import Found
 from anisoscope.measures.neighbors import by_tiles, nearest_neighbors
 from anisoscope.measures.neighbors_fused import _tiles
@@ -462,3 +463,16 @@ def test_the_norm_of_a_gradient_has_the_spread_of_its_sequences():
     sums = [float(part.sum()) for part in squares.split(20)]
     assert found.value == pytest.approx((2 * sum(sums)) ** 0.5) and found.dof == 14
     assert found.stderr == pytest.approx(2 * statistics.stdev(sums) * 15**0.5 / (2 * found.value))
+
+
+def test_a_search_that_fails_leaves_its_sites_to_the_plain_measures(monkeypatch):
+    def broken(rows):
+        def finish():
+            raise RuntimeError("out of memory")
+
+        return finish
+
+    monkeypatch.setattr(stacked_measures.stacked_masked, "begin", broken)
+    rows = torch.randn(2, 700, 8, generator=torch.Generator().manual_seed(0))
+    assert stacked_measures.begin(rows, ["mean_cosine", "two_nn"])() == [None, None]
+    assert None not in stacked_measures.begin(rows, ["mean_cosine"])()

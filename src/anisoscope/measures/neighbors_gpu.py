@@ -95,7 +95,7 @@ def mended(
     )
     settled = settled if left_out is None else settled | left_out
     doubtful = settled.byte().sort(dim=1, stable=True).indices[:, :MENDED]
-    wide = rows.double()
+    wide = rows.to(torch.float64, copy=True)
     wide -= wide.mean(dim=1, keepdim=True)
     allowance = 4 * (width + 16) * torch.finfo(torch.float64).eps / 2
     size = wide.square().sum(dim=2) * (1 - allowance)

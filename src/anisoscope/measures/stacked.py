@@ -65,10 +65,18 @@ def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: 
             if later is not None:
                 table.update(_of_spectrum(sums, *later()))
         found = fetched(table)
-        dimensions = neighbours() if neighbours is not None else [None] * len(rows)
+        dimensions = [None] * len(rows) if neighbours is None else _attempted(neighbours, len(rows))
         return _told(found, names, n, width, dimensions)
 
     return finish
+
+
+def _attempted(search: Callable[[], list[Estimate | None]], sites: int) -> list[Estimate | None]:
+    """What a search gives, or nothing where it failed, as for lack of memory: the plain measure then says why."""
+    try:
+        return search()
+    except Exception:
+        return [None] * sites
 
 
 @dataclass(frozen=True)
