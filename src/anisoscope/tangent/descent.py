@@ -76,19 +76,19 @@ def _sweep_until(codes: Tensor, cross: Tensor, gram: Tensor, sweeps: int, settle
     blocks = _blocks(weights)
     flags = usable.to(codes.dtype)[:, None]
     scale = flags / own[:, None]
-    out = torch.empty_like(codes)
     n = codes.shape[1]
     step = part_rows(n, len(codes), codes.device)
-    for at in range(0, n, step):
+    found = []
+    for at in range(0, max(n, 1), step):
         z = (codes[:, at : at + step] * flags).contiguous()
-        target = cross[:, at : at + step] * scale
+        work = _Sweeps.of(z, cross[:, at : at + step] * scale, blocks)
         for _ in range(sweeps):
             before = z.clone() if settled else z
-            _sweep(z, target, blocks)
+            work.sweep()
             if settled and float((z - before).norm()) <= settled * float(z.norm()):
                 break
-        out[:, at : at + step] = z
-    return out
+        found.append(z)
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,33 @@ def _blocks(weights: Tensor) -> list[_Block]:
     return found
 
 
-def _sweep(z: Tensor, target: Tensor, blocks: Sequence[_Block]) -> None:
-    """One round over all codes in place, concept after concept; within a block nothing but the block has changed."""
-    spare = torch.empty_like(z[0])
-    for block in blocks:
-        own = z[block.concepts]
-        rest = torch.addmm(target[block.concepts], block.outside, z, alpha=-1) if len(blocks) > 1 else target
-        for k, weights in enumerate(block.inside):
-            torch.addmv(rest[k], own.T, weights, alpha=-1, out=spare)
-            torch.clamp_min(spare, 0, out=own[k])
+@dataclass(frozen=True)
+class _Sweeps:
+    """Codes to be swept in place. Views of them are made once: for short rows they cost as much as the arithmetic."""
+
+    z: Tensor
+    target: Tensor
+    blocks: Sequence[_Block]
+    views: Sequence[tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]]
+    spare: Tensor
+
+    @classmethod
+    def of(cls, z: Tensor, target: Tensor, blocks: Sequence[_Block]) -> _Sweeps:
+        views = []
+        for block in blocks:
+            own = z[block.concepts]
+            views.append((own.T, list(own), list(block.inside)))
+        return cls(z, target, blocks, views, torch.empty_like(z[0]))
+
+    def sweep(self) -> None:
+        """One round over all codes, concept after concept; within a block nothing but the block has changed."""
+        rest = self.target
+        for block, (others, own, inside) in zip(self.blocks, self.views, strict=True):
+            if len(self.blocks) > 1:
+                rest = torch.addmm(self.target[block.concepts], block.outside, self.z, alpha=-1)
+            for aim, codes, weights in zip(rest.unbind(0), own, inside, strict=True):
+                torch.addmv(aim, others, weights, alpha=-1, out=self.spare)
+                torch.clamp_min(self.spare, 0, out=codes)
 
 
 def solved(
@@ -194,8 +212,8 @@ def least_squares(
     size = torch.where(size > 0, size, 1.0)
     values, vectors = torch.linalg.eigh(second / size[:, None] / size[None, :])
     keep = values > len(values) * torch.finfo(dtype).eps * values[-1]
-    gap = vectors[:, keep].T @ ((pull - second @ before) / size[:, None])
-    return before + vectors[:, keep] @ (gap / values[keep][:, None]) / size[:, None]
+    gap = vectors.T @ ((pull - second @ before) / size[:, None])
+    return before + vectors @ (gap / torch.where(keep, values, torch.inf)[:, None]) / size[:, None]
 
 
 def reseeded(
