@@ -21,7 +21,8 @@ from torch import Tensor
 from anisoscope.estimate import Estimate
 from anisoscope.stats.moments import grams
 from anisoscope.tangent.crossed import LEAST_NULL, CrossedTest
-from anisoscope.tangent.stacked_controls import Moments, held_draws, of_controls
+from anisoscope.tangent.drawn import held_gaussians
+from anisoscope.tangent.stacked_controls import Moments, of_controls
 from anisoscope.tangent.units import FEWEST, GIVEN, Halves, over_both
 
 WIDE_CELLS = 1 << 27
@@ -105,7 +106,7 @@ def seen_by_half(
     if layout.labels:
         table = torch.cat([table, table.sum(dim=3, keepdim=True)], dim=3)
     tight = 8 * rank > width  # as ``Draws.of``: float32 would cancel there
-    z = held_draws(width, rank, draws, seed, str(g.device))
+    z = held_gaussians(width, rank, draws, seed=seed, device=g.device, dtype=torch.float32).z
     groups = moments if layout.labels else moments[:, :0]
     found = of_controls(Moments(groups, total, means, len(at)), bases, z, torch.float64 if tight else g.dtype)
     return Seen(table[:, 0], table[:, 1:], **vars(found))

@@ -9,7 +9,6 @@ width.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,17 +17,10 @@ from torch import Tensor
 
 from anisoscope.stats.moments import PARTED_WIDTH
 from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores, two_parts
-from anisoscope.tangent.controls import gaussian_draws
 from anisoscope.tangent.sweeps import has_kernels, inverses
 
 IMAGE_CELLS = 1 << 27  # images of draws held at a time
 SINGULAR = 1e14  # the condition from which on an inverse in float64 says nothing
-
-
-@functools.lru_cache(maxsize=4)
-def held_draws(width: int, rank: int, draws: int, seed: int, device: str) -> Float[Tensor, "b k d"]:
-    """The Gaussian draws of a seed, kept on their device: every look and site meets the same ones."""
-    return gaussian_draws(width, rank, draws, seed=seed).permute(1, 2, 0).contiguous().to(device)
 
 
 @dataclass(frozen=True)
