@@ -476,3 +476,13 @@ def test_a_search_that_fails_leaves_its_sites_to_the_plain_measures(monkeypatch)
     rows = torch.randn(2, 700, 8, generator=torch.Generator().manual_seed(0))
     assert stacked_measures.begin(rows, ["mean_cosine", "two_nn"])() == [None, None]
     assert None not in stacked_measures.begin(rows, ["mean_cosine"])()
+
+
+def test_mending_leaves_the_rows_as_they_are():
+    rows = torch.randn(1, 300, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 5
+    before = rows.clone()
+    found = search(rows[0], 2, 1.0)
+    doubtful = Found(found.distances * 2, found.indices, torch.zeros_like(found.settled))
+    (one,) = mended(rows, 2, [doubtful])
+    assert torch.equal(rows, before)
+    assert torch.allclose(one.distances[one.settled], found.distances[one.settled]) and bool(one.settled.any())
