@@ -324,6 +324,21 @@ def test_sites_that_are_not_ordinary_are_left_to_the_measures():
         assert one is None or one["two_nn"].value == pytest.approx(measure(plain, ["two_nn"])["two_nn"].value, rel=1e-6)
 
 
+def test_rows_of_a_layer_norm_which_lost_a_direction_are_ordinary():
+    """Every GPT-2-like model ends with one: its sites would all be decomposed once more, by singular values."""
+    rows = [torch.nn.functional.layer_norm(one * torch.logspace(0, -2, 24), (24,)) for one in clouds()]
+    for found, one in zip(begin(rows, STACKED)(), rows, strict=True):
+        plain = measure(one, STACKED)
+        for name in STACKED:
+            same(found[name], plain[name], 1e-5, name)
+        assert found["effective_rank"].value == pytest.approx(plain["effective_rank"].value, rel=1e-6)
+    flat = [one @ (torch.eye(24) - torch.eye(24)[:, :1] @ torch.eye(24)[:1]) for one in clouds()]  # exactly
+    for found, one in zip(begin(flat, ["effective_rank"])(), flat, strict=True):
+        same(found["effective_rank"], measure(one, ["effective_rank"])["effective_rank"], 1e-6, "exactly zero")
+    small = [one * torch.where(torch.arange(24) < 4, 1.0, 3e-8) for one in clouds()]  # twenty of them add up
+    assert begin(small, ["effective_rank"])() == [None] * 4
+
+
 def test_a_look_measured_together_is_the_look_measured_site_by_site():
     views = looked(1)
     still = torch.zeros(ROWS, 1)

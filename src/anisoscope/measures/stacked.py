@@ -33,6 +33,7 @@ SAFE = (1e-15, 1e15)  # lengths of rows whose squares stay in float32
 ORDINARY = (1e-6, 1e6)
 WIDE_CELLS = 1 << 27  # held as float64 at a time
 EPS = torch.finfo(torch.float64).eps
+LOST = 1e-6  # of the sum of singular values: what those that are read as zero may come to
 
 Finish = Callable[[], list[dict[str, Estimate] | None]]
 
@@ -178,6 +179,7 @@ def _for_bars(rows: Float[Tensor, "s m d"]) -> bool:
 def _of_spectrum(sums: _Sums, ascending: Float[Tensor, "s d"], columns: Float[Tensor, "s d d"]) -> dict[str, Tensor]:
     """Eigenvalues, error bars of the first and of the effective rank, and the bias of the latter."""
     values, vectors = ascending.flip(1).clamp_min(0), columns.flip(2).float()
+    values = torch.where(values > values[:, :1] * GRAM_LIMIT, values, 0.0)
     total, first = sums.total[:, None], values[:, :1]
     with on_tensor_cores(_for_bars(sums.rows)):
         scores2 = (sums.rows @ vectors).square_()
@@ -203,13 +205,14 @@ def _of_spectrum(sums: _Sums, ascending: Float[Tensor, "s d"], columns: Float[Te
 
 
 def _biases(values: Float[Tensor, "s r"], dof: int) -> tuple[Float[Tensor, "s"], Float[Tensor, "s"]]:
-    """``spectrum.trace_bias`` of ``sum sigma`` and of ``sum sigma log sigma``, for positive eigenvalues."""
+    """``spectrum.trace_bias`` of ``sum sigma`` and of ``sum sigma log sigma``; zeros count for nothing."""
+    eye = torch.eye(values.shape[1], dtype=torch.float64, device=values.device)
+    weight = values[:, :, None] * values[:, None, :] * (1 + eye)
+    values = torch.where(values > 0, values, 1.0)
     a, b = values[:, :, None], values[:, None, :]
     gap, middle = a - b, (a + b) / 2
     close = gap.abs() < 1e-5 * (a + b)
     apart = torch.where(close, 1.0, gap)
-    eye = torch.eye(values.shape[1], dtype=torch.float64, device=values.device)
-    weight = a * b * (1 + eye)
     found = []
     for slope, bend in (
         (0.5 / values.sqrt(), -0.25 / middle**1.5),
@@ -251,7 +254,11 @@ def _ordinary(found: dict[str, np.ndarray], n: int, width: int) -> Bool[np.ndarr
         flags += [spread > n * width * rounding**2, spread / n > 1 / FLOAT32_SIZE, spread / n < FLOAT32_SIZE]
     if "values" in found:
         values = found["values"]
-        flags.append(values[:, -1] > np.maximum(values[:, 0] * GRAM_LIMIT, FLOAT32_SPREAD * values.sum(axis=1)))
+        least = np.where(values > 0, values, np.inf).min(axis=1)
+        flags.append(least > FLOAT32_SPREAD * values.sum(axis=1))
+        # Zeros stand for what a square cannot tell from zero. One there is wherever a LayerNorm made the rows.
+        unseen = (values == 0).sum(axis=1) * np.sqrt(values[:, 0] * GRAM_LIMIT)
+        flags.append(unseen <= LOST * np.sqrt(values).sum(axis=1))
     if "length" in found:
         least, most = found["length"].T
         flags += [least > SAFE[0], most < SAFE[1]]
