@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from anisoscope.kernels import codes, nearest, rows, visits
+from anisoscope.kernels import codes, factors, nearest, rows, visits
 
 TARGET = GPUTarget("cuda", 90, 32)
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
@@ -31,6 +31,7 @@ def main():
     visit = {"K": 16, "P": 16, "B": visits.ROWS, "W": visits.DEPTH}
     lists = {"AHEAD": True, "SHARE": 128, "T": 8, "P": 8, "B": 64}
     found = {
+        "inverse_factors": compiled(factors.inverse_factors, {"K": 32, "P": 32}, out="*fp64", **flags),
         "codes_of_rows": compiled(rows.codes_of_rows, tile, weights="*i64", out="*i64"),
         "copies_among": compiled(rows.copies_among, tile, codes="*i64", order="*i64", copy="*i1", clash="*i1"),
         "in_half": compiled(rows.in_half, tile, order="*i64", half="*fp16"),

@@ -9,7 +9,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from kernel_cases import brute_force, draw
 
-from anisoscope.measures import neighbors_fused, row_kernels, stacked_masked, stacked_neighbors
+from anisoscope.measures import leading, neighbors_fused, row_kernels, stacked_masked, stacked_neighbors
 from anisoscope.tangent import visits as visits_of
 from anisoscope.tangent.descent import solved, swept
 
@@ -124,9 +124,34 @@ def visits():
     return {"worst": worst, "kept": kept, "warm": max(gap), "idle": float(codes[1, 2].max() + warm[1, 2].max())}
 
 
+def factors():
+    """Inverses of triangular factors: of a number that fills no program, of dependent columns, of what is not a number;
+    and columns made orthonormal by them."""
+    columns = draw(4, 40, 11).double() * torch.logspace(0, -4, 11)
+    columns[1, :, 5] = columns[1, :, 2] * 2
+    columns[2, 3, 3] = torch.nan
+    columns /= columns.norm(dim=1, keepdim=True)
+    gram = columns.mT @ columns
+    out, good = leading.inverse_factors(gram)
+    truth = torch.linalg.inv(torch.linalg.cholesky(gram[[0, 3]]))
+    basis = columns[[0, 3]] @ out[[0, 3]].mT
+    return {
+        "worst": float(((out[[0, 3]] - truth).abs() / truth.abs().max()).max()), "good": good.tolist(),
+        "finite": bool(torch.isfinite(out).all()), "upper": float(out.triu(1).abs().max()),
+        "orthonormal": float((basis.mT @ basis - torch.eye(11).double()).abs().max()),
+    }  # fmt: skip
+
+
 if __name__ == "__main__":
     print(
         json.dumps(
-            {"copies": copies, "halves": halves, "within": within, "visits": visits, "masked": masked}[sys.argv[1]]()
+            {
+                "factors": factors,
+                "copies": copies,
+                "halves": halves,
+                "within": within,
+                "visits": visits,
+                "masked": masked,
+            }[sys.argv[1]]()
         )
     )

@@ -105,6 +105,12 @@ def test_half_steps_that_visit_each_row_once():
     assert found["worst"] < 1e-5 and found["warm"] < 1e-4 and found["kept"] and found["idle"] == 0, found
 
 
+def test_inverses_of_triangular_factors():
+    found = run("factors", script="row_kernel_cases.py")
+    assert found["good"] == [True, False, False, True] and found["finite"] and found["upper"] == 0, found
+    assert found["worst"] < 1e-12 and found["orthonormal"] < 1e-12, found
+
+
 def test_the_rule_can_be_read():
     rows = torch.zeros(LEAST_ROWS, 4)
     assert not can_fuse(rows, 2), "no GPU"

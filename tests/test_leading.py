@@ -77,7 +77,7 @@ def test_what_does_not_settle_says_so():
 
 def test_matrices_that_do_not_settle_are_decomposed():
     matrices = torch.stack([scatter(torch.where(PLACES <= 20, 1 / PLACES, 0.0)), scatter(FALLING["fast"])])
-    values, vectors = _led(matrices, RANK)
+    values, vectors = _led(matrices, leading_spaces(matrices, RANK))
     for matrix, own, columns in zip(matrices, values, vectors, strict=True):
         torch.testing.assert_close(own[:RANK], torch.linalg.eigvalsh(matrix).flip(0)[:RANK], rtol=1e-9, atol=0)
         assert gap(matrix, columns[:, :RANK]) < 1e-6

@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anisoscope.measures.leading import can_lead, leading_spaces
-
-T = TypeVar("T")
+from anisoscope.measures.leading import Leading, begin_leading, can_lead
 
 CORES = os.cpu_count() or 1
 ENOUGH_CORES = 8  # from here on the host decomposes many matrices sooner than a GPU, which takes one after another
 HOST_WIDTH = 512  # up to here: a core falls behind as the cube of the width
 
 _POOL = ThreadPoolExecutor(max(1, min(CORES - 1, 16)), thread_name_prefix="anisoscope-eigh")
+_GPU = ThreadPoolExecutor(1, thread_name_prefix="anisoscope-eigh-gpu")
 
 
 @contextlib.contextmanager
@@ -61,7 +59,7 @@ def eigh_later(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, T
             values, vectors = values.to(device), vectors.mT.to(device).mT
             return values, vectors, stream.record_event()
 
-    pool = _POOL if on_host else _lane("eigh")
+    pool = _POOL if on_host else _GPU
     tasks = [pool.submit(work, some) for some in (matrices.split(1) if on_host else (matrices,))]
 
     def result() -> tuple[Tensor, Tensor]:
@@ -89,31 +87,20 @@ def leading_later(
     if device.type != "cuda" or not can_lead(matrices.shape[1], rank):
         whole = eigh_later(matrices)
         return lambda: _largest_first(*whole())
-    ready = torch.cuda.current_stream(device).record_event()
-
-    def work() -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        stream = _stream("leading", device)
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            matrices.record_stream(stream)
-            values, vectors = _led(matrices, rank, start)
-            return values, vectors, stream.record_event()
-
-    task = _lane("leading").submit(work)
+    stream = side_stream("leading", matrices)
+    with beside(stream):
+        found = begin_leading(matrices, rank, start)
 
     def result() -> tuple[Tensor, Tensor]:
-        here = torch.cuda.current_stream(device)
-        values, vectors, done = task.result()
-        here.wait_event(done)
-        values.record_stream(here)
-        vectors.record_stream(here)
+        with beside(stream):
+            values, vectors = _led(matrices, found())
+        rejoined(stream, device, (values, vectors))
         return values, vectors
 
     return result
 
 
-def _led(matrices: Float[Tensor, "m d d"], rank: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    found = leading_spaces(matrices, rank, start)
+def _led(matrices: Float[Tensor, "m d d"], found: Leading) -> tuple[Tensor, Tensor]:
     left = (~found.settled).nonzero().reshape(-1)
     if not len(left):
         return found.values, found.vectors
@@ -130,32 +117,9 @@ def _largest_first(values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _lane(name: str) -> ThreadPoolExecutor:
-    """The one thread for work of a kind. Libraries keep tens of megabytes for each thread and stream they meet."""
-    return ThreadPoolExecutor(1, thread_name_prefix=f"anisoscope-{name}")
-
-
-@functools.cache
 def _stream(name: str, device: torch.device) -> torch.cuda.Stream:
-    """The one stream for work of a kind."""
+    """The one stream for work of a kind. Libraries keep tens of megabytes for each thread and stream they meet."""
     return torch.cuda.Stream(device)
-
-
-def in_thread(name: str, device: torch.device, act: Callable[[], T]) -> Callable[[], T]:
-    """Begin ``act`` in the thread of its kind, so that two queues are filled at once; the function returned waits.
-
-    On a GPU alone: elsewhere the work itself would compete for cores. What ``act`` does must not lean on switches of
-    the whole process, such as those of ``on_tensor_cores``.
-    """
-    if device.type != "cuda":
-        found = act()
-        return lambda: found
-
-    def work() -> T:
-        with torch.cuda.device(device):
-            return act()
-
-    return _lane(name).submit(work).result
 
 
 @contextlib.contextmanager
@@ -168,13 +132,23 @@ def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
             yield
 
 
-def side_stream(name: str, device: torch.device) -> torch.cuda.Stream | None:
-    """The stream for work of a kind, from where the current one stands; None where there are no streams."""
-    if device.type != "cuda":
+def side_stream(name: str, given: Tensor) -> torch.cuda.Stream | None:
+    """The stream for work of a kind on a tensor, from where the current one stands; None where there are no streams."""
+    if given.device.type != "cuda":
         return None
-    stream = _stream(name, device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream = _stream(name, given.device)
+    stream.wait_stream(torch.cuda.current_stream(given.device))
+    given.record_stream(stream)
     return stream
+
+
+def rejoined(stream: torch.cuda.Stream | None, device: torch.device, made: Iterable[Tensor]) -> None:
+    """From here on the current stream may use what was ``made`` on another."""
+    if stream is not None:
+        here = torch.cuda.current_stream(device)
+        here.wait_stream(stream)
+        for one in made:
+            one.record_stream(here)
 
 
 def fetched(found: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

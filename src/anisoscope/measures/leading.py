@@ -8,11 +8,14 @@ grows fast above; then come orthonormal columns and their Ritz values. Every ste
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from anisoscope.kernels import has_triton, kernels_of
 
 BLOCK = 32  # columns; a batch of decompositions up to this size is one kernel
 SPARE = 8  # columns at least beyond those wanted
@@ -22,6 +25,7 @@ FRESH = 4  # columns that are drawn anyway: an old block may know nothing of a n
 GROWTH = 1e13  # of one column against another in a cycle: more would leave the largest in all of them
 LOCKED = 1e-10  # residual, relative to its Ritz value, of a column that is taken out of the growth
 EXACT = 1e-7  # residual of a wanted column, relative to its Ritz value
+FACTOR_WIDTH = 64  # of matrices that one program factors in registers
 CAPTURED = 1e-10  # what a last cycle may still add to the captured variance, relative
 
 
@@ -48,6 +52,13 @@ def leading_spaces(
     leading ``rank`` columns. Where the spectrum ends within the block nothing settles, and a full decomposition is
     wanted.
     """
+    return begin_leading(matrices, rank, start, seed=seed)()
+
+
+def begin_leading(
+    matrices: Float[Tensor, "m d d"], rank: int, start: Float[Tensor, "m d b"] | None = None, *, seed: int = 0
+) -> Callable[[], Leading]:
+    """The same in two parts: as many cycles as there are anyway, and then the rest, asking for each if it is needed."""
     many, width, _ = matrices.shape
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(width, BLOCK, generator=generator, dtype=matrices.dtype).to(matrices.device)
@@ -55,17 +66,40 @@ def leading_spaces(
     if start is not None:
         columns[:, :, :-FRESH] = start[:, :, :-FRESH]
     degrees, (least, most) = (DEGREES, CYCLES) if start is None else (DEGREES[2:], (2, CYCLES[1]))
-    ritz = _Ritz.of(matrices, columns)
-    captured = ritz.values[:, :rank].sum(dim=1)
-    settled = torch.zeros_like(ritz.sound)
-    for cycle in range(1, most + 1):
-        ritz = _Ritz.of(matrices, ritz.filtered(matrices, degrees[min(cycle, len(degrees)) - 1]))
-        held, captured = captured, ritz.values[:, :rank].sum(dim=1)
+    state = _State.of(_Ritz.of(matrices, columns), rank)
+    for cycle in range(least):
+        state = state.after(matrices, degrees[min(cycle, len(degrees) - 1)], rank)
+
+    def finish() -> Leading:
+        last = state
+        for cycle in range(least, most):
+            if bool((last.settled | ~last.ritz.sound).all()):
+                break
+            last = last.after(matrices, degrees[min(cycle, len(degrees) - 1)], rank)
+        return Leading(last.ritz.values, last.ritz.columns, last.settled)
+
+    return finish
+
+
+@dataclass(frozen=True)
+class _State:
+    """A block after some cycles, the variance in its wanted columns, and for which matrices it has settled."""
+
+    ritz: _Ritz
+    captured: Float[Tensor, "m"]
+    settled: Bool[Tensor, "m"]
+
+    @classmethod
+    def of(cls, ritz: _Ritz, rank: int) -> _State:
+        return cls(ritz, ritz.values[:, :rank].sum(dim=1), torch.zeros_like(ritz.sound))
+
+    def after(self, matrices: Float[Tensor, "m d d"], degree: int, rank: int) -> _State:
+        """One cycle more."""
+        ritz = _Ritz.of(matrices, self.ritz.filtered(matrices, degree))
+        captured = ritz.values[:, :rank].sum(dim=1)
         exact = (ritz.residuals[:, :rank] <= EXACT * ritz.values[:, :rank]).all(dim=1)
-        settled = ritz.sound & exact & (captured - held <= CAPTURED * captured) & torch.isfinite(captured)
-        if cycle >= least and bool((settled | ~ritz.sound).all()):
-            break
-    return Leading(ritz.values, ritz.columns, settled)
+        still = captured - self.captured <= CAPTURED * captured
+        return _State(ritz, captured, ritz.sound & exact & still & torch.isfinite(captured))
 
 
 @dataclass(frozen=True)
@@ -115,9 +149,23 @@ class _Ritz:
 def orthonormal_columns(columns: Float[Tensor, "m d b"]) -> tuple[Float[Tensor, "m d b"], Bool[Tensor, "m"]]:
     """Orthonormal columns of the same spans by Cholesky, twice, and whether both went well."""
     columns = columns / torch.linalg.vector_norm(columns, dim=1, keepdim=True).clamp_min(1e-300)
-    sound = torch.ones(len(columns), dtype=torch.bool, device=columns.device)
-    for _ in range(2):
-        factor, failed = torch.linalg.cholesky_ex(columns.mT @ columns)
-        columns = torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False)
-        sound = sound & (failed == 0)
-    return columns, sound
+    columns, first = _turned(columns)
+    columns, second = _turned(columns)
+    return columns, first & second
+
+
+def _turned(columns: Float[Tensor, "m d b"]) -> tuple[Float[Tensor, "m d b"], Bool[Tensor, "m"]]:
+    gram = columns.mT @ columns
+    if gram.device.type == "cuda" and gram.shape[1] <= FACTOR_WIDTH and has_triton():
+        factors, good = inverse_factors(gram)
+        return columns @ factors.mT, good
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    return torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False), failed == 0
+
+
+def inverse_factors(gram: Float[Tensor, "m b b"]) -> tuple[Float[Tensor, "m b b"], Bool[Tensor, "m"]]:
+    """Inverses of lower triangular factors by the kernel, and whether there is one."""
+    many, width, _ = gram.shape
+    out, good = torch.empty_like(gram), torch.empty(many, dtype=torch.bool, device=gram.device)
+    kernels_of("factors").inverse_factors[(many,)](gram, out, good, K=width, P=1 << (width - 1).bit_length())
+    return out, good

@@ -15,14 +15,13 @@ above the least bound among everything else. The few other rows are searched aga
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from anisoscope.kernels import has_triton, kernels_of
 from anisoscope.measures.found import Found
 from anisoscope.measures.row_kernels import in_half
 
@@ -54,12 +53,6 @@ def enough_groups(n: int, k: int) -> bool:
     return n >= LEAST_ROWS and k <= MOST_K and k * (k - 1) / 2 <= n / GROUP / 4
 
 
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed, as it is with torch where torch knows CUDA."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def search_fused(
     rows: Float[Tensor, "s n d"], k: int, scale: float, *, left_out: Bool[Tensor, "s n"] | None = None, seed: int = 0
 ) -> list[Found]:
@@ -71,7 +64,7 @@ def search_fused(
     rows = rows.contiguous()
     ready = _Ready.of(rows, scale, seed)
     if left_out is not None:
-        ready.size[:, : rows.shape[1]].masked_fill_(left_out[:, ready.order], _kernels().FAR / 4)
+        ready.size[:, : rows.shape[1]].masked_fill_(left_out[:, ready.order], kernels_of("nearest").FAR / 4)
     lists = _Lists.of(ready, 1 << (k + SPARE - 1).bit_length())
     for first, last in _stripes(*ready.size.shape):
         _look(ready, lists, first, last)
@@ -90,7 +83,7 @@ class _Ready:
 
     @classmethod
     def of(cls, rows: Float[Tensor, "s n d"], scale: float, seed: int) -> _Ready:
-        kernels = _kernels()
+        kernels = kernels_of("nearest")
         (sites, n, width), device = rows.shape, rows.device
         padded, depth = -(-n // kernels.TILE) * kernels.TILE, -(-width // DEPTH) * DEPTH
         order = torch.randperm(n, generator=torch.Generator(device).manual_seed(seed), device=device)
@@ -123,7 +116,7 @@ class _Lists:
 
     @classmethod
     def of(cls, ready: _Ready, length: int) -> _Lists:
-        (sites, padded), device, far = ready.size.shape, ready.size.device, _kernels().FAR
+        (sites, padded), device, far = ready.size.shape, ready.size.device, kernels_of("nearest").FAR
         return cls(
             torch.full((sites, length, padded), far, device=device),
             torch.zeros(sites, length, padded, dtype=torch.int32, device=device),
@@ -133,7 +126,7 @@ class _Lists:
 
 def _stripes(sites: int, padded: int) -> list[tuple[int, int]]:
     """Groups of columns looked at together, so that the bounds of a stripe stay within STRIPE_CELLS."""
-    groups = padded // _kernels().TILE
+    groups = padded // kernels_of("nearest").TILE
     number = min(groups, -(-4 * sites * padded * groups // STRIPE_CELLS))  # two bounds for each side
     count = -(-groups // number)
     return [(first, min(first + count, groups)) for first in range(0, groups, count)]
@@ -155,7 +148,7 @@ def _tiles(first: int, last: int, device: torch.device, stream: int) -> Int[Tens
 
 def _look(ready: _Ready, lists: _Lists, first: int, last: int) -> None:
     """All pairs of a stripe of columns with the rows before them, sorted into the lists of both."""
-    kernels = _kernels()
+    kernels = kernels_of("nearest")
     tile, (sites, padded, depth), device = kernels.TILE, ready.half.shape, ready.half.device
     end, columns = last * tile, (last - first) * tile
     tiles = _tiles(first, last, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
@@ -177,7 +170,7 @@ def _look(ready: _Ready, lists: _Lists, first: int, last: int) -> None:
 
 def _settled(rows: Float[Tensor, "s n d"], k: int, scale: float, ready: _Ready, lists: _Lists) -> list[Found]:
     """Candidates measured in float64, and which rows are certain."""
-    kernels = _kernels()
+    kernels = kernels_of("nearest")
     sites, n, width = rows.shape
     values, groups = (one[:, :, :n].mT.contiguous() for one in (lists.values, lists.groups))
     at = groups * kernels.TILE + (values.view(torch.int32) & (kernels.TILE - 1))
@@ -196,9 +189,3 @@ def _settled(rows: Float[Tensor, "s n d"], k: int, scale: float, ready: _Ready, 
     back[ready.order] = torch.arange(n, device=rows.device)
     found = best.values.sqrt()[:, back] / scale, other.gather(2, best.indices)[:, back], certain[:, back]
     return [Found(*one) for one in zip(*found, strict=True)]
-
-
-@functools.cache
-def _kernels() -> Any:
-    """The module of kernels, which cannot be imported without Triton."""
-    return importlib.import_module("anisoscope.kernels.nearest")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from anisoscope.kernels import kernels_of
 
 COLUMNS = 128  # entries of a row that a program takes at a time
 MEND_COLUMNS = 64
@@ -19,7 +17,7 @@ def copies(
     rows: Float[Tensor, "s n d"], weights: Int[Tensor, "d"]
 ) -> tuple[Bool[Tensor, "s n"], Bool[Tensor, "s"]]:  # fmt: skip
     """Which rows are copies of earlier ones, and whether two different rows of a site have one code."""
-    kernels, (sites, n, width), device = _kernels(), rows.shape, rows.device
+    kernels, (sites, n, width), device = kernels_of("rows"), rows.shape, rows.device
     codes = torch.empty(sites, n, dtype=torch.int64, device=device)
     options = {"R": kernels.ROWS, "K": COLUMNS, "num_warps": 4}
     kernels.codes_of_rows[(-(-sites * n // kernels.ROWS),)](rows, weights, codes, sites * n, width, **options)
@@ -37,7 +35,7 @@ def in_half(
 ) -> tuple[Float[Tensor, "s p e"], Float[Tensor, "s p"], Float[Tensor, "s"]]:  # fmt: skip
     """Rows in ``order`` about the mean, times a factor, in half precision and filled up with zeros; their squared
     lengths, and the largest share of a row's length that rounding took."""
-    kernels, (sites, n, width), device = _kernels(), rows.shape, rows.device
+    kernels, (sites, n, width), device = kernels_of("rows"), rows.shape, rows.device
     half = torch.empty(sites, padded, depth, dtype=torch.float16, device=device)
     half[:, n:] = 0
     squares = torch.zeros(sites, padded, dtype=torch.float64, device=device)
@@ -58,7 +56,7 @@ def nearest_within(
     Run b of a site is ``lengths`` rows, at most ``most``, from number ``b * strides`` of ``order`` on; places beyond
     the length hold infinity. Rows that products in float32 leave in doubt are measured against all of their run.
     """
-    kernels, (sites, n, width), device = _kernels(), rows.shape, rows.device
+    kernels, (sites, n, width), device = kernels_of("rows"), rows.shape, rows.device
     # As ``neighbors_gpu.search`` for products of float32 in parts; the sums of squares are no worse.
     allowance = 4 * ((3 * width + 16) * 2.0**-23 + 4 * 2.0**-20)
     out = torch.full((sites, blocks, most, 2), torch.inf, dtype=torch.float64, device=device)
@@ -71,9 +69,3 @@ def nearest_within(
         rows, order, strides, lengths, out, sure, n, blocks, most, width, C=MEND_COLUMNS, K=BLOCK_DEPTH, num_warps=4
     )
     return out.sqrt_()
-
-
-@functools.cache
-def _kernels() -> Any:
-    """The module of kernels, which cannot be imported without Triton."""
-    return importlib.import_module("anisoscope.kernels.rows")

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ WIDE_CELLS = 1 << 27  # held as float64 at a time
 EPS = torch.finfo(torch.float64).eps
 LOST = 1e-6  # of the sum of singular values: what those that are read as zero may come to
 
+T = TypeVar("T")
+
 Finish = Callable[[], list[dict[str, Estimate] | None]]
 
 
@@ -56,7 +59,7 @@ def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: 
         # What is not finite would end the decomposition of all sites: such sites get the identity, and are left out.
         good = torch.isfinite(sums.covariance).all(dim=2).all(dim=1)[:, None, None]
         later = eigh_later(torch.where(good, sums.covariance, torch.eye(width, device=stack.device).double()))
-    neighbours = stacked_masked.begin(stack) if "two_nn" in names else None
+    neighbours = _attempted(lambda: stacked_masked.begin(stack)) if "two_nn" in names else None
 
     def finish() -> list[dict[str, Estimate] | None]:
         if sums is not None:
@@ -66,18 +69,18 @@ def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: 
             if later is not None:
                 table.update(_of_spectrum(sums, *later()))
         found = fetched(table)
-        dimensions = [None] * len(rows) if neighbours is None else _attempted(neighbours, len(rows))
-        return _told(found, names, n, width, dimensions)
+        dimensions = None if neighbours is None else _attempted(neighbours)
+        return _told(found, names, n, width, dimensions or [None] * len(rows))
 
     return finish
 
 
-def _attempted(search: Callable[[], list[Estimate | None]], sites: int) -> list[Estimate | None]:
+def _attempted(search: Callable[[], T]) -> T | None:
     """What a search gives, or nothing where it failed, as for lack of memory: the plain measure then says why."""
     try:
         return search()
     except Exception:
-        return [None] * sites
+        return None
 
 
 @dataclass(frozen=True)

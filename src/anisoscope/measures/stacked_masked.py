@@ -17,7 +17,7 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures import row_kernels
 from anisoscope.measures.dimension import FACCO_KEPT
 from anisoscope.measures.found import Found
-from anisoscope.measures.later import beside, fetched, in_thread, side_stream
+from anisoscope.measures.later import beside, fetched, side_stream
 from anisoscope.measures.neighbors_fused import LEAST_ROWS, can_fuse, search_fused
 from anisoscope.measures.neighbors_gpu import mended, settle
 from anisoscope.measures.stacked_neighbors import (
@@ -35,19 +35,14 @@ def begin(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | None]]:
     """Begin TwoNN of each site, by kernels where they serve; see ``begin_two_nn``."""
     if not (rows.dtype == torch.float32 and can_fuse(rows[0], 2)):
         return begin_two_nn(rows)
-    stream = side_stream("neighbours", rows.device)
-
-    def search() -> tuple[list[_Searched], dict[str, np.ndarray]]:
-        with beside(stream):
-            step = max(1, WIDE_CELLS // rows[0].numel())  # sites whose rows are held as float64 at a time
-            parts = [_Searched.of(some.contiguous()) for some in rows.split(step)]
-            return parts, fetched({name: torch.cat([one.table[name] for one in parts]) for name in parts[0].table})
-
-    searched = in_thread("neighbours", rows.device, search)
+    stream = side_stream("neighbours", rows)
+    with beside(stream):
+        step = max(1, WIDE_CELLS // rows[0].numel())  # sites whose rows are held as float64 at a time
+        parts = [_Searched.of(some.contiguous()) for some in rows.split(step)]
 
     def finish() -> list[Estimate | None]:
-        parts, here = searched()
         with beside(stream):
+            here = fetched({name: torch.cat([one.table[name] for one in parts]) for name in parts[0].table})
             each = [(one, place) for one in parts for place in range(len(one.rows))]
             for site, (one, place) in enumerate(each):
                 one.make_certain(place, {name: value[site : site + 1] for name, value in here.items()})

@@ -27,7 +27,7 @@ MIN_ROWS = 64  # of a subsample, as ``two_nn`` asks for
 def begin_two_nn(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | None]]:
     """Begin the searches of rows of ordinary size; the function returned gives each estimate, or None where the plain
     measure should be asked. All of it runs beside what comes next on the current stream."""
-    stream = side_stream("neighbours", rows.device)
+    stream = side_stream("neighbours", rows)
     with beside(stream):
         copies, clash = _copies(rows)
         searched = list(_searched(rows, copies.cpu().numpy(), clash.cpu().tolist()))

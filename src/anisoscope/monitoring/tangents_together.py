@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError
 from anisoscope.estimate import Estimate
-from anisoscope.measures.later import beside, fetched, in_thread, leading_later, side_stream
+from anisoscope.measures.later import beside, fetched, leading_later, rejoined, side_stream
 from anisoscope.measures.leading import BLOCK
 from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, P_VALUE, SPLIT, Asked, Here, Result, labels_of, plain
 from anisoscope.monitoring.views import Name, SiteView
@@ -221,22 +221,12 @@ def _begin_types(x: Float[Tensor, "s n d"], types: Types | AnisoscopeError | Non
     """Begin the sums over token types, where there are any to be told."""
     if not isinstance(types, Types) or not types.ordinary:
         return lambda: None
-    stream = side_stream("types", x.device)
-
-    def act() -> TypeSums:
-        with beside(stream):
-            return type_sums(x, types)
-
-    begun = in_thread("types", x.device, act)
+    stream = side_stream("types", x)
+    with beside(stream):
+        found = type_sums(x, types)
 
     def finish() -> TypeSums:
-        found = begun()
-        if stream is not None:
-            here = torch.cuda.current_stream(x.device)
-            here.wait_stream(stream)
-            for one in vars(found).values():
-                one.record_stream(here)
-            x.record_stream(stream)
+        rejoined(stream, x.device, vars(found).values())
         return found
 
     return finish

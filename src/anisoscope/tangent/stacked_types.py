@@ -60,6 +60,11 @@ class Types:
         )  # fmt: skip
 
     @cached_property
+    def often(self) -> Int[Tensor, "u"]:
+        """Types with a centroid of their own."""
+        return self.twice.nonzero().reshape(-1)
+
+    @cached_property
     def cells(self) -> list[tuple[_Cell, _Cell]]:
         """Types by bin: those with a centroid of their own, and all of them."""
         return [(_Cell.of(self, at, own=True), _Cell.of(self, at, own=False)) for at in range(self.number)]
@@ -110,8 +115,8 @@ def type_sums(x: Float[Tensor, "s n d"], types: Types) -> TypeSums:
     drawn = [
         _correlations(types.log_count[keep], mean[:, keep], weights)
         for keep, mean, weights in (
-            (types.twice.nonzero().reshape(-1), means[0], types.weights[0]),
-            (torch.arange(t, device=x.device), means[1], types.weights[1]),
+            (types.often, means[0], types.weights[0]),
+            (slice(None), means[1], types.weights[1]),
         )
     ]
     return TypeSums(sums, torch.stack(drawn))

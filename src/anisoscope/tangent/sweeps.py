@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from anisoscope.kernels import has_triton, kernels_of
 
 MOST_CONCEPTS = 64  # more of them no longer fit into registers
 TILE, COLUMNS_MOST, COLUMNS_LEAST = 2048, 256, 32  # codes and rows that one warp keeps in registers
@@ -17,12 +16,7 @@ TILE, COLUMNS_MOST, COLUMNS_LEAST = 2048, 256, 32  # codes and rows that one war
 
 def has_kernels(device: torch.device, rank: int) -> bool:
     """Whether the kernels serve: a GPU, Triton, and no more concepts than registers hold."""
-    return device.type == "cuda" and rank <= MOST_CONCEPTS and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and rank <= MOST_CONCEPTS and has_triton()
 
 
 def swept_all(
@@ -65,7 +59,7 @@ def rounds(
     out = torch.empty_like(codes, memory_format=torch.contiguous_format)
     if active is None:
         active = _all_active(fits, codes.device)
-    _kernels().rounds[(-(-n // columns), fits)](
+    kernels_of("codes").rounds[(-(-n // columns), fits)](
         codes.contiguous(), out, cross.contiguous(), gram.contiguous(), _inverse_sizes(gram).contiguous(), active, n,
         K=rank, P=places, S=sweeps, B=columns, num_warps=1,
     )  # fmt: skip
@@ -90,7 +84,7 @@ def inverses(
     """Inverses of the active fits by the kernel, zero elsewhere; and which matrices are well conditioned."""
     fits, rank, _ = second.shape
     out, good = torch.empty_like(second), torch.empty_like(active)
-    _kernels().inverses[(fits,)](second, out, good, active, limit, K=rank, P=_power(rank))
+    kernels_of("codes").inverses[(fits,)](second, out, good, active, limit, K=rank, P=_power(rank))
     return out, good
 
 
@@ -101,7 +95,7 @@ def account(
 ) -> None:  # fmt: skip
     """Bring ``error``, ``active``, ``sound`` and ``iterations`` up to date by the kernel."""
     fits, rank, width = pull.shape
-    kernels = _kernels()
+    kernels = kernels_of("codes")
     kernels.account[(fits,)](
         pull, fresh, second, own, size, error, active, sound, good, iterations, width, tolerance,
         K=rank, P=_power(rank), W=kernels.WIDTH,
@@ -111,9 +105,3 @@ def account(
 def _power(rank: int) -> int:
     """The least power of two that holds so many concepts."""
     return 1 << (rank - 1).bit_length()
-
-
-@functools.cache
-def _kernels() -> Any:
-    """The module of kernels, which cannot be imported without Triton."""
-    return importlib.import_module("anisoscope.kernels.codes")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from anisoscope.kernels import kernels_of
 from anisoscope.tangent.sweeps import has_kernels, inverses
 
 LEAST_PLACES = 16  # what a product on tensor cores takes
@@ -25,7 +23,7 @@ def warm_codes(
     a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], sweeps: int, settled: float
 ) -> Float[Tensor, "f k n"]:
     """``descent.solved`` of all fits; rows settle 128 at a time, each part to the tolerance of all together."""
-    kernels, (fits, n, width), rank = _kernels(), a.shape, concepts.shape[1]
+    kernels, (fits, n, width), rank = kernels_of("visits"), a.shape, concepts.shape[1]
     gram = concepts @ concepts.mT
     active = torch.ones(fits, dtype=torch.bool, device=a.device)
     # Where concepts nearly cancel there is no inverse, and rows start from zero.
@@ -50,7 +48,7 @@ class HalfSteps:
     def of(cls, a: Float[Tensor, "f n d"], rank: int) -> HalfSteps:
         """Room for so many concepts."""
         fits, n, width = a.shape
-        tiles = -(-n // _kernels().ROWS)
+        tiles = -(-n // kernels_of("visits").ROWS)
         # Zeros: what is not active is never written, and meets an inverse of zero.
         return cls(a.contiguous(), a.new_zeros(fits, tiles, rank, width), a.new_zeros(fits, tiles, rank, rank))
 
@@ -59,7 +57,7 @@ class HalfSteps:
         active: Tensor, sweeps: int,
     ) -> tuple[Float[Tensor, "f k k"], Float[Tensor, "f k d"]]:  # fmt: skip
         """Rounds over the codes of the active fits, in place; gives ``Z^T Z`` and ``Z^T A`` in float64."""
-        kernels, (fits, n, width), (_, tiles, rank, _) = _kernels(), self.a.shape, self.pull.shape
+        kernels, (fits, n, width), (_, tiles, rank, _) = kernels_of("visits"), self.a.shape, self.pull.shape
         kernels.half_step[(tiles, fits)](
             self.a, concepts.to(self.a.dtype).contiguous(), gram.contiguous(), codes, self.pull, self.second, active,
             n, width, tiles, S=sweeps, **_options(rank),
@@ -68,12 +66,6 @@ class HalfSteps:
 
 
 def _options(rank: int) -> dict[str, int]:
-    kernels = _kernels()
+    kernels = kernels_of("visits")
     places = max(LEAST_PLACES, 1 << (rank - 1).bit_length())
     return {"K": rank, "P": places, "B": kernels.ROWS, "W": kernels.DEPTH, "num_warps": 4 if places < 64 else 8}
-
-
-@functools.cache
-def _kernels() -> Any:
-    """The module of kernels, which cannot be imported without Triton."""
-    return importlib.import_module("anisoscope.kernels.visits")
