@@ -246,7 +246,7 @@ MUTANTS = [
     Mutant("kernels/visits.py", "tl.where((gain > 0)[None, :], z, 0.0)", "z * 0.0", (KERNELS,), "visit"),
     Mutant(
         "measures/neighbors_fused.py",
-        "ready.size[:, : rows.shape[1]].masked_fill_(left_out[:, ready.order], kernels_of("nearest").FAR / 4)",
+        'ready.size[:, : rows.shape[1]].masked_fill_(left_out[:, ready.order], kernels_of("nearest").FAR / 4)',
         "pass",
         (KERNELS,),
         "marked",
