@@ -6,11 +6,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from anisoscope.kernels import codes, factors, nearest, rows, visits
+from anisoscope.kernels import codes, controls, factors, nearest, rows, visits
 
 TARGET = GPUTarget("cuda", 90, 32)
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
-            "columns", "most", "first_row", "offset", "count")  # fmt: skip
+            "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws")  # fmt: skip
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
 
 
@@ -30,7 +30,11 @@ def main():
     tile = {"R": rows.ROWS, "K": 128}
     visit = {"K": 16, "P": 16, "B": visits.ROWS, "W": visits.DEPTH}
     lists = {"AHEAD": True, "SHARE": 128, "T": 8, "P": 8, "B": 64}
+    small = dict.fromkeys(set(controls.controls.arg_names) - {*INTEGERS, "K", "P"}, "*fp64") | {"limit": "fp32"}
+    near = dict.fromkeys(("forms", "owns", "acrosses"), "*fp32")
     found = {
+        "controls": compiled(controls.controls, {"K": 16, "P": 16}, **small | near),
+        "controls of 32": compiled(controls.controls, {"K": 30, "P": 32}, **small),
         "inverse_factors": compiled(factors.inverse_factors, {"K": 32, "P": 32}, out="*fp64", **flags),
         "codes_of_rows": compiled(rows.codes_of_rows, tile, weights="*i64", out="*i64"),
         "copies_among": compiled(rows.copies_among, tile, codes="*i64", order="*i64", copy="*i1", clash="*i1"),

@@ -9,7 +9,10 @@ width.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -20,6 +23,7 @@ from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores, two_pa
 from anisoscope.tangent.sweeps import has_kernels, inverses
 
 IMAGE_CELLS = 1 << 27  # images of draws held at a time
+MOST_RANK = 32  # larger matrices no longer fit into registers
 SINGULAR = 1e14  # the condition from which on an inverse in float64 says nothing
 
 
@@ -61,10 +65,14 @@ def of_controls(
     step = max(1, IMAGE_CELLS // ((groups + 2) * z.numel()))
     wide, near = z.double(), z.to(dtype)
     inner = wide @ wide.mT
+    by_kernel = has_kernels(z.device, z.shape[1]) and z.shape[1] <= MOST_RANK and bases.shape[1] > 0
+    of_few = _by_kernel if by_kernel else _of_few
     parts = [
-        _of_few(moments[few], bases[few].double(), wide, near, inner)
+        of_few(moments[few], bases[few], wide, near, inner)
         for few in (slice(at, at + step) for at in range(0, sites, step))
     ]
+    if len(parts) == 1:
+        return parts[0]
     return OfControls(*(torch.cat([getattr(one, name) for one in parts]) for name in OfControls.__annotations__))
 
 
@@ -72,7 +80,7 @@ def _of_few(
     moments: Moments, q: Float[Tensor, "s p d k"], z: Float[Tensor, "b k d"], near: Float[Tensor, "b k d"],
     inner: Float[Tensor, "b k k"],
 ) -> OfControls:  # fmt: skip
-    groups = moments.groups.to(near.dtype)
+    groups, q = moments.groups.to(near.dtype), q.double()
     images = _images(moments.total[:, None], z)
     whole = _form(images, z)
     form = torch.cat([_form(_images(groups, near), near), whole], dim=1) if groups.shape[1] else whole
@@ -94,14 +102,17 @@ def _of_few(
 def _images(moments: Float[Tensor, "s c d d"], z: Float[Tensor, "b k d"]) -> Float[Tensor, "b k s c d"]:
     """``M z`` of every moment and draw, in one product."""
     sites, cells, width, _ = moments.shape
-    left, right = z.flatten(0, 1), moments.permute(2, 0, 1, 3).reshape(width, -1)
-    if left.dtype == torch.float32 and width >= PARTED_WIDTH and has_tensor_cores(z.device):
+    flat = _product(z.flatten(0, 1), moments.reshape(-1, width))  # a moment is its own transpose
+    return flat.view(*z.shape[:2], sites, cells, width)
+
+
+def _product(left: Float[Tensor, "m d"], right: Float[Tensor, "n d"]) -> Float[Tensor, "m n"]:
+    """``left right^T``, on tensor cores in parts where that is much faster."""
+    if left.dtype == torch.float32 and left.shape[1] >= PARTED_WIDTH and has_tensor_cores(left.device):
         (high, low), (near, rest) = two_parts(left), two_parts(right)
         with on_tensor_cores():
-            flat = torch.cat([high, high, low], dim=1) @ torch.cat([near, rest, near])
-    else:
-        flat = left @ right
-    return flat.view(*z.shape[:2], sites, cells, width)
+            return torch.cat([high, high, low], dim=1) @ torch.cat([near, rest, near], dim=1).mT
+    return left @ right.mT
 
 
 def _form(images: Float[Tensor, "b k s c d"], z: Float[Tensor, "b k d"]) -> Float[Tensor, "s c b k k"]:
@@ -180,3 +191,58 @@ def _left_over(
 
 def _traces(matrices: Float[Tensor, "*lead k k"]) -> Float[Tensor, "*lead"]:
     return matrices.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+
+
+def _by_kernel(
+    moments: Moments, q: Float[Tensor, "s p d k"], z: Float[Tensor, "b k d"], near: Float[Tensor, "b k d"],
+    inner: Float[Tensor, "b k k"],
+) -> OfControls:  # fmt: skip
+    """The same by as few launches as there are products with moments, and one more: a GPU waits for the host here.
+
+    With the scatter around the mean in place of the second moment of all rows, which is a product of vectors more.
+    """
+    (sites, bases, width, k), b, groups = q.shape, len(z), moments.groups.shape[1]
+    mean, flat = moments.mean[:, None], z.view(b * k, width)
+    scatter = torch.baddbmm(moments.total, mean.mT, mean, alpha=-moments.n)
+    images = flat @ scatter.view(sites * width, width).mT
+    each = images.view(b, k, sites, width).permute(2, 0, 1, 3).reshape(sites * b, k, width)
+    rows = q.mT.to(torch.float64, memory_format=torch.contiguous_format, copy=True).view(sites, bases * k, width)
+    held = rows @ scatter
+    columns = torch.cat([rows, held, mean], dim=1)
+    found = OfControls(
+        z.new_empty(sites, groups + 1, b),
+        z.new_empty(sites, bases, groups + 1, b),
+        z.new_empty(sites, bases, b + 1),
+        z.new_empty(sites, bases, b + 1),
+        z.new_empty(sites, 2),
+    )
+    kernels = _kernels()
+    places = max(kernels.LEAST_PLACES, 1 << (k - 1).bit_length())
+    kernels.controls[(b, bases + 1, sites)](
+        inner, columns.flatten(0, 1) @ flat.mT, columns @ columns.mT, images.view(b, k * sites, width) @ z.mT,
+        each @ each.mT, held @ images.view(b * k, sites, width).permute(1, 2, 0), *_of_groups(moments, rows, near),
+        scatter.diagonal(dim1=1, dim2=2).sum(dim=1), torch.linalg.vector_norm(scatter.flatten(1), dim=1),
+        *vars(found).values(), SINGULAR, moments.n, sites, bases, b, groups,
+        K=k, P=places, num_warps=places * places // kernels.PER_WARP,
+    )  # fmt: skip
+    return found
+
+
+def _of_groups(
+    moments: Moments, rows: Float[Tensor, "s pk d"], near: Float[Tensor, "b k d"]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``Z^T M Z``, ``Q^T M Q`` and ``Q^T M Z`` of each group as their products leave them, with nothing rearranged."""
+    sites, count, width, _ = moments.groups.shape
+    if not count:
+        return rows, rows, rows  # nobody reads them
+    groups, b, k = moments.groups.to(near.dtype).contiguous(), *near.shape[:2]
+    flat, q = near.view(b * k, width), rows.to(near.dtype)
+    forms = _product(flat, groups.view(-1, width)).view(b, k * sites * count, width) @ near.mT
+    held = q[:, None] @ groups
+    return forms, held.flatten(1, 2) @ q.mT, held.view(-1, width) @ flat.mT
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The module of kernels, which cannot be imported without Triton."""
+    return importlib.import_module("anisoscope.kernels.controls")

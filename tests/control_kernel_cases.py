@@ -1,0 +1,121 @@
+"""The kernel of controls by Triton's interpreter on the CPU, against plain products. Run by test_stacked_controls.py.
+
+A process of its own: Triton decides when it is imported whether its kernels are compiled or interpreted.
+"""
+
+import json
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from anisoscope.tangent import stacked_controls
+from anisoscope.tangent.stacked_controls import Moments, of_controls
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def case(sites, bases, groups, draws, rank, width=40):
+    """Rows with a mean and a spectrum, in groups of different sizes; orthonormal bases; draws."""
+    parts = [3 + draw(sites, 20 + 9 * g, width, seed=g) * (1 + torch.arange(width) % 7) for g in range(max(groups, 1))]
+    rows = torch.cat(parts, dim=1)
+    of_groups = torch.stack([x.mT @ x for x in parts], dim=1)[:, :groups]
+    moments = Moments(of_groups, rows.mT @ rows, rows.mean(dim=1), rows.shape[1])
+    return moments, torch.linalg.qr(draw(sites, bases, width, rank, seed=100)).Q, draw(draws, rank, width, seed=101)
+
+
+def both(moments, bases, z, dtype=torch.float64):
+    """By plain products, and by the kernel."""
+    plain = of_controls(moments, bases, z, dtype)
+    before = stacked_controls.has_kernels
+    stacked_controls.has_kernels = lambda device, rank: True
+    found = of_controls(moments, bases, z, dtype)
+    stacked_controls.has_kernels = before
+    return plain, found
+
+
+def gaps(plain, found):
+    """The largest relative difference of each quantity; infinite unless the same entries are NaN."""
+    told = {}
+    for name, one in vars(plain).items():
+        other = getattr(found, name)
+        assert one.shape == other.shape and one.dtype == other.dtype, name
+        there = ~one.isnan()
+        same = torch.equal(there, ~other.isnan())
+        told[name] = float((other[there] / one[there] - 1).abs().max()) if same else float("inf")
+    return told
+
+
+def shapes():
+    sizes = {
+        "one of all": (1, 1, 0, 3, 3),
+        "groups": (3, 2, 3, 3, 3),
+        "no groups": (2, 2, 0, 3, 8),
+        "whole places": (2, 2, 3, 4, 16, 150),
+        "tight": (1, 2, 3, 5, 16),
+        "more places": (1, 1, 2, 3, 17),
+    }
+    return {name: gaps(*both(*case(*one))) for name, one in sizes.items()}
+
+
+def narrow():
+    """Products with groups in float32: all rows are told as closely as ever. Bases and draws come in float32 too."""
+    moments, bases, z = case(2, 2, 3, 3, 4)
+    plain, found = both(moments, bases.float(), z.float(), torch.float32)
+    told = gaps(plain, found)
+    of_all = {
+        name: getattr(found, name)[..., -1, :] / getattr(plain, name)[..., -1, :] for name in ("random", "normal")
+    }
+    return told | {f"{name} of all": float((one - 1).abs().max()) for name, one in of_all.items()}
+
+
+def few_at_a_time():
+    """Sites one by one."""
+    before = stacked_controls.IMAGE_CELLS
+    stacked_controls.IMAGE_CELLS = 1
+    found = both(*case(3, 1, 2, 3, 4))
+    stacked_controls.IMAGE_CELLS = before
+    return gaps(*found)
+
+
+def singular():
+    """A draw with nothing in it has no inverse anywhere, one inside a basis has none off it, a flat one has none."""
+    moments, bases, z = case(2, 2, 2, 5, 3)
+    bases[1, 0] = torch.eye(40, 3, dtype=torch.float64)
+    z[1, 2] = 0
+    z[3] = 0
+    z[3, :, :3] = torch.tensor([[1.0, 2, 0], [0, 1, 3], [2, 0, 1]])
+    z[4, 1] = z[4, 0]
+    plain, found = both(moments, bases, z)
+    lost = {name: getattr(found, name).isnan() for name in ("random", "normal", "traces", "squares")}
+    # Plain products of a flat draw may have an inverse by rounding; the kernel says that there is none.
+    for name in lost:
+        assert bool(getattr(found, name)[..., -1].isnan().all()), name
+    keep = [stacked_controls.OfControls(*(x[..., :-1] for x in list(vars(one).values())[:4]), one.whole)
+            for one in (plain, found)]  # fmt: skip
+    return {
+        "gaps": gaps(*keep),
+        "random": lost["random"].flatten(0, 1).unique(dim=0).tolist(),
+        **{name: lost[name].flatten(2, -2).any(dim=2).tolist() if name == "normal" else lost[name].tolist()
+           for name in ("normal", "traces", "squares")},
+    }  # fmt: skip
+
+
+def constant():
+    """Rows that are all the same have no covariance to take shares of, and all their energy in the mean."""
+    moments, bases, z = case(1, 1, 0, 3, 3)
+    mean = torch.full_like(moments.mean, 0.5)
+    total = moments.n * mean[:, :, None] * mean[:, None, :]
+    plain, found = both(Moments(moments.groups, total, mean, moments.n), bases, z)
+    rest = [getattr(one, name) for one in (plain, found) for name in ("traces", "squares", "whole")]
+    energies = {name: getattr(found, name) / getattr(plain, name) - 1 for name in ("random", "normal")}
+    told = {name: float(one.abs().max()) for name, one in energies.items()}
+    return told | {"nothing left": all(bool(one.isnan().all()) for one in rest)}
+
+
+if __name__ == "__main__":
+    cases = {"shapes": shapes, "narrow": narrow, "few": few_at_a_time, "singular": singular, "constant": constant}
+    print(json.dumps({name: one() for name, one in cases.items()}))
