@@ -6,12 +6,25 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from anisoscope.kernels import codes, controls, factors, nearest, rows, visits
+from anisoscope.kernels import codes, controls, factors, nearest, rows, tridiagonal, visits
 
 TARGET = GPUTarget("cuda", 90, 32)
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
             "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws")  # fmt: skip
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
+TRIDIAGONAL = {
+    tridiagonal.reduce_panel: {"P": 5, "PP": 8, "K": tridiagonal.PANEL, "W": 1024, "R": 4, "B": 64},
+    tridiagonal.bisect: {"HALVINGS": 55, "G": tridiagonal.GROUP, "B": 64},
+    tridiagonal.factor_shifted: {"B": 64},
+    tridiagonal.sum_forms: {"B": 128},
+    tridiagonal.twisted_vector: {"B": 256},
+}
+
+
+def wide(kernel):
+    """Types where all is float64 but for a counter and the rows."""
+    other = {"counter": "*i32", "rows": "*fp32"} | dict.fromkeys((*INTEGERS, "first", "met", "N"), "i32")
+    return {name: other.get(name, "*fp64") for name in kernel.arg_names}
 
 
 def compiled(kernel, constants, **types):
@@ -64,6 +77,7 @@ def main():
             nearest.squared_distances, {"T": 8, "K": 128}, own="*i64", other="*i64", out="*fp64", scale="fp64"
         ),
     }
+    found |= {kernel.__name__: compiled(kernel, sizes, **wide(kernel)) for kernel, sizes in TRIDIAGONAL.items()}
     print(json.dumps(found))
 
 
