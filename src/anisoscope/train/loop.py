@@ -245,7 +245,6 @@ class _Run:
         whole = self.data.batch(number, self.plan.batch_size, self.variant.objective, self.seed)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.plan, number)
-        self.optimiser.zero_grad(set_to_none=True)
         loss = self._backward(whole)
         onlookers.tell("after_backward", number)
         norm = self._clip()
@@ -257,6 +256,7 @@ class _Run:
                 f"in {DIVERGED}/: try a lower lr, more warmup_steps or a smaller grad_clip"
             )
         self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)  # here, not before the next one: a look in between has their room
         self.step, self.loss = number, loss
         self.tokens += whole.ids.numel()
         onlookers.tell("after_step", number, loss, self.tokens)
