@@ -14,8 +14,8 @@ import triton.language as tl
 
 LEAST_PLACES = 16
 """What a product of two tiles takes."""
-PER_WARP = 256
-"""Entries of a small matrix that one warp keeps: with more of them the registers run out."""
+PER_WARP = 512
+"""Entries of a small matrix that one warp keeps: few warps, since sums over more of them wait for each other."""
 
 
 @triton.jit
@@ -30,12 +30,14 @@ def _sum(a):
 
 @triton.jit
 def _inverse(a, limit, K: tl.constexpr, P: tl.constexpr):
-    """As ``codes.inverses``: zero outside K x K, NaN where there is none whose condition is below ``limit``."""
+    """As ``codes.inverses``: zero outside K x K, NaN where there is none whose condition is below ``limit``.
+
+    No diagonal without an entry is asked for: the pivot is not above zero there.
+    """
     rows, columns = tl.arange(0, P)[:, None], tl.arange(0, P)[None, :]
     inside = (rows < K) & (columns < K)
     own = tl.sum(tl.where(rows == columns, a, 0.0), axis=1)
     same = tl.sum(tl.where(rows == columns, a, 0.0), axis=0)
-    alive = tl.min(tl.where(tl.arange(0, P) < K, own, 1.0), axis=0) > 0
     scale = 1.0 / tl.sqrt(tl.where(own > 0, own, 1.0))[:, None] / tl.sqrt(tl.where(same > 0, same, 1.0))[None, :]
     a = tl.where(inside, a * scale, tl.where(rows == columns, 1.0, 0.0))
     before = _sum(tl.where(inside, a * a, 0.0))
@@ -50,7 +52,7 @@ def _inverse(a, limit, K: tl.constexpr, P: tl.constexpr):
         rest = tl.where(columns == k, -column[:, None] * over, a - column[:, None] * row[None, :])
         a = tl.where(rows == k, tl.where(columns == k, over, row[None, :]), rest)
     after = _sum(tl.where(inside, a * a, 0.0))
-    sound = alive & (least > 0) & (tl.sqrt(before) * tl.sqrt(after) < limit)
+    sound = (least > 0) & (tl.sqrt(before) * tl.sqrt(after) < limit)
     return tl.where(inside, tl.where(sound, a * scale, float("nan")), 0.0)
 
 

@@ -223,7 +223,7 @@ def _by_kernel(
         each @ each.mT, held @ images.view(b * k, sites, width).permute(1, 2, 0), *_of_groups(moments, rows, near),
         scatter.diagonal(dim1=1, dim2=2).sum(dim=1), torch.linalg.vector_norm(scatter.flatten(1), dim=1),
         *vars(found).values(), SINGULAR, moments.n, sites, bases, b, groups,
-        K=k, P=places, num_warps=places * places // kernels.PER_WARP,
+        K=k, P=places, num_warps=max(1, places * places // kernels.PER_WARP),
     )  # fmt: skip
     return found
 
