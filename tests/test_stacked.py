@@ -9,6 +9,7 @@ import torch
 
 from anisoscope.errors import OptionError, SiteError
 from anisoscope.measures import stacked as stacked_measures
+from anisoscope.measures import tridiagonal
 from anisoscope.measures.found import Found
 from anisoscope.measures.neighbors import by_tiles, nearest_neighbors
 from anisoscope.measures.neighbors_fused import _tiles
@@ -290,7 +291,13 @@ def clouds(n=1400, width=24):
     return found
 
 
-def test_measures_of_sites_together_are_those_of_each():
+@pytest.fixture(params=["decomposed", "reduced"])
+def way(request, monkeypatch):
+    """How spectra come about: on a GPU by tridiagonal forms, which LAPACK makes here."""
+    monkeypatch.setattr(tridiagonal, "fits", lambda matrices: request.param == "reduced")
+
+
+def test_measures_of_sites_together_are_those_of_each(way):
     rows = clouds()
     for found, one in zip(begin(rows, STACKED)(), rows, strict=True):
         plain = measure(one, STACKED)
@@ -307,7 +314,7 @@ def test_measures_of_sites_together_are_those_of_each():
     assert [set(one) for one in begin(rows, ["isoscore"])()] == [{"isoscore"}] * 4
 
 
-def test_sites_that_are_not_ordinary_are_left_to_the_measures():
+def test_sites_that_are_not_ordinary_are_left_to_the_measures(way):
     rows = clouds()
     rows[0] = rows[0] * 1e12
     rows[1] = torch.ones_like(rows[1])
@@ -324,7 +331,7 @@ def test_sites_that_are_not_ordinary_are_left_to_the_measures():
         assert one is None or one["two_nn"].value == pytest.approx(measure(plain, ["two_nn"])["two_nn"].value, rel=1e-6)
 
 
-def test_rows_of_a_layer_norm_which_lost_a_direction_are_ordinary():
+def test_rows_of_a_layer_norm_which_lost_a_direction_are_ordinary(way):
     """Every GPT-2-like model ends with one: its sites would all be decomposed once more, by singular values."""
     rows = [torch.nn.functional.layer_norm(one * torch.logspace(0, -2, 24), (24,)) for one in clouds()]
     for found, one in zip(begin(rows, STACKED)(), rows, strict=True):

@@ -64,10 +64,15 @@ def _on_axes(work: Workspace, found: Spectrum, weights: Float[Tensor, "r w"]) ->
     if "squared scores" not in work.cache:
         y = centred_error_rows(work, float32=float(found.values[-1]) > FLOAT32_SPREAD * found.total)
         axes, scores2 = found.vectors.to(y.dtype), scratch((len(y), found.vectors.shape[1]), y)
-        for part, out in zip(y.split(PIECE_ROWS), scores2.split(PIECE_ROWS), strict=True):
+        for part, out in zip(_pieces(y), _pieces(scores2), strict=True):
             torch.mm(part, axes, out=out).square_()
         work.cache["squared scores"] = scores2
-    return torch.cat([part.double() @ weights for part in work.cache["squared scores"].split(PIECE_ROWS)])
+    return torch.cat([part.double() @ weights for part in _pieces(work.cache["squared scores"])])
+
+
+def _pieces(rows: Float[Tensor, "n d"]) -> tuple[Tensor, ...]:
+    """Rows by the few, which a processor's cache holds; a GPU takes them as they are."""
+    return rows.split(PIECE_ROWS) if rows.device.type == "cpu" else (rows,)
 
 
 def unless_biased(bar: Bar | None, bias: float, why: str) -> tuple[Bar | None, tuple[str, ...]]:
@@ -101,7 +106,7 @@ def _centred(rows: Float[Tensor, "n d"], mean: Float[Tensor, "d"], dtype: torch.
     high = mean.to(dtype)
     low = (mean - high).to(dtype)
     out = scratch((len(rows), rows.shape[1]), rows, dtype)
-    for part, here in zip(rows.split(PIECE_ROWS), out.split(PIECE_ROWS), strict=True):
+    for part, here in zip(_pieces(rows), _pieces(out), strict=True):
         here.copy_(part)
         here.sub_(high)
         if dtype != torch.float64:

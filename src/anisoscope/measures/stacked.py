@@ -21,8 +21,9 @@ from torch import Tensor
 from anisoscope.estimate import Estimate
 from anisoscope.measures import stacked_masked
 from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order, unless_biased
-from anisoscope.measures.later import eigh_later, fetched
+from anisoscope.measures.later import fetched
 from anisoscope.measures.spectrum import GRAM_LIMIT
+from anisoscope.measures.stacked_spectra import Spectra, begin_spectra
 from anisoscope.measures.uncertainty import Bar, fields, spread_runs
 from anisoscope.stats.moments import PARTED_WIDTH, grams
 from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores
@@ -58,7 +59,7 @@ def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: 
     if sums is not None and any(name in names for name in ("spectral_ratio", "effective_rank")):
         # What is not finite would end the decomposition of all sites: such sites get the identity, and are left out.
         good = torch.isfinite(sums.covariance).all(dim=2).all(dim=1)[:, None, None]
-        later = eigh_later(torch.where(good, sums.covariance, torch.eye(width, device=stack.device).double()))
+        later = begin_spectra(torch.where(good, sums.covariance, torch.eye(width, device=stack.device).double()))
     neighbours = _attempted(lambda: stacked_masked.begin(stack)) if "two_nn" in names else None
 
     def finish() -> list[dict[str, Estimate] | None]:
@@ -67,7 +68,7 @@ def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: 
             if "isoscore" in names:
                 table["isoscore means"] = _isoscore_means(sums)
             if later is not None:
-                table.update(_of_spectrum(sums, *later()))
+                table.update(_of_spectrum(sums, later()))
         found = fetched(table)
         dimensions = None if neighbours is None else _attempted(neighbours)
         return _told(found, names, n, width, dimensions or [None] * len(rows))
@@ -179,30 +180,30 @@ def _for_bars(rows: Float[Tensor, "s m d"]) -> bool:
     return rows.shape[2] >= PARTED_WIDTH and has_tensor_cores(rows.device)
 
 
-def _of_spectrum(sums: _Sums, ascending: Float[Tensor, "s d"], columns: Float[Tensor, "s d d"]) -> dict[str, Tensor]:
+def _of_spectrum(sums: _Sums, spectra: Spectra) -> dict[str, Tensor]:
     """Eigenvalues, error bars of the first and of the effective rank, and the bias of the latter."""
-    values, vectors = ascending.flip(1).clamp_min(0), columns.flip(2).float()
+    values = spectra.values.flip(1).clamp_min(0)
     values = torch.where(values > values[:, :1] * GRAM_LIMIT, values, 0.0)
     total, first = sums.total[:, None], values[:, :1]
-    with on_tensor_cores(_for_bars(sums.rows)):
-        scores2 = (sums.rows @ vectors).square_()
     radius2 = torch.linalg.vector_norm(sums.rows, dim=2).double().square_()
-    lead = (scores2[:, :, 0].double() - first) / total - first * (radius2 - total) / total**2
-    scaled = values / values.sum(dim=1, keepdim=True)
+    held = values.sum(dim=1)
+    scaled = values / held[:, None]
     sigma = scaled.sqrt()
-    whole = sigma.sum(dim=1, keepdim=True)
-    p = sigma / whole
-    entropy = -torch.special.xlogy(p, p).sum(dim=1, keepdim=True)
+    whole = sigma.sum(dim=1)
+    p = sigma / whole[:, None]
+    entropy = -torch.special.xlogy(p, p).sum(dim=1)
     rank = entropy.exp()
-    slope = -rank * (p.clamp_min(1e-300).log() + entropy) / whole
-    weights = torch.where(sigma > 0, slope / (2 * sigma.clamp_min(1e-300)), 0.0) / values.sum(dim=1, keepdim=True)
-    on_axes = (scores2.double() @ weights[:, :, None])[:, :, 0] - (values * weights).sum(dim=1, keepdim=True)
+    # By an eigenvalue l the rank grows by (a + b log l) / sqrt(l).
+    b = -rank / (4 * whole * held.sqrt())
+    a = b * (2 * entropy - held.log() - 2 * whole.log())
+    with on_tensor_cores(_for_bars(sums.rows)):
+        along, on_axes = spectra.along_first(sums.rows), spectra.forms(sums.rows, a, b)
+    lead = (along - first) / total - first * (radius2 - total) / total**2
     weighted = torch.special.xlogy(sigma, sigma).sum(dim=1)
     roots, logs = _biases(scaled, sums.n - 1)
-    whole = whole[:, 0]
-    bias = rank[:, 0] * ((1 / whole + weighted / whole**2) * roots - logs / whole)
+    bias = rank * ((1 / whole + weighted / whole**2) * roots - logs / whole)
     return {
-        "values": values, "lead means": sums.means(lead), "rank": rank[:, 0], "rank means": sums.means(on_axes),
+        "values": values, "lead means": sums.means(lead), "rank": rank, "rank means": sums.means(on_axes),
         "rank bias": bias,
     }  # fmt: skip
 
