@@ -17,7 +17,7 @@ from anisoscope.tangent.sweeps import has_kernels, rounds
 CACHE_CODES = 524_288  # codes swept at a time on a CPU, so that they stay in its cache
 CACHE_ROWS, MOST_ROWS = 1024, 8192  # of so many rows at least, and at most
 PRODUCT_ROWS = 1024  # rows of one product on a CPU: longer ones leave its cache
-BLOCK_CONCEPTS = 16  # what all other concepts hold is taken off the rows of so many at once, in one product
+BLOCK_CONCEPTS = 16  # what all concepts hold is taken off the rows of so many at once, in one product
 BLOCK_ROWS = 8192
 SPLIT_COLUMNS = 1024  # codes squared at a time on a GPU, where long thin products leave most of it idle
 WINDOW = 4  # sweeps on a GPU between two questions to it
@@ -93,22 +93,26 @@ def _sweep_until(codes: Tensor, cross: Tensor, gram: Tensor, sweeps: int, settle
 
 @dataclass(frozen=True)
 class _Block:
-    """Weights of a few concepts: on those outside the block, and on one another."""
+    """Weights of a few concepts: on all codes as they are before the block, and on those that it has changed by then.
+
+    Concept j of the block meets the new codes of concepts 0 to j - 1 of it, and the old ones of all others. Where one
+    block holds all concepts nothing is taken off before, and each meets all others at once: one rounding less.
+    """
 
     concepts: slice
-    outside: Tensor
-    inside: Tensor
+    before: Tensor | None
+    changed: Sequence[Tensor]
 
 
 def _blocks(weights: Tensor) -> list[_Block]:
     if len(weights) <= BLOCK_CONCEPTS:
-        return [_Block(slice(0, len(weights)), weights, weights)]  # nothing is outside, and nobody asks for it
+        return [_Block(slice(0, len(weights)), None, list(weights))]
     found = []
     for at in range(0, len(weights), BLOCK_CONCEPTS):
         own = slice(at, min(at + BLOCK_CONCEPTS, len(weights)))
-        outside = weights[own].clone()
-        outside[:, own] = 0
-        found.append(_Block(own, outside, weights[own, own].contiguous()))
+        before, inside = weights[own].clone(), weights[own, own]
+        before[:, own] = inside.triu(1)
+        found.append(_Block(own, before, [row[:j].contiguous() for j, row in enumerate(inside)]))
     return found
 
 
@@ -119,7 +123,7 @@ class _Sweeps:
     z: Tensor
     target: Tensor
     blocks: Sequence[_Block]
-    views: Sequence[tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]]
+    views: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]]  # changed codes, weights on them, codes to be set
     spare: Tensor
 
     @classmethod
@@ -127,18 +131,19 @@ class _Sweeps:
         views = []
         for block in blocks:
             own = z[block.concepts]
-            views.append((own.T, list(own), list(block.inside)))
+            views.append([(own[: len(some)].T, some, own[j]) for j, some in enumerate(block.changed)])
         return cls(z, target, blocks, views, torch.empty_like(z[0]))
 
     def sweep(self) -> None:
         """One round over all codes, concept after concept; within a block nothing but the block has changed."""
-        rest = self.target
-        for block, (others, own, inside) in zip(self.blocks, self.views, strict=True):
-            if len(self.blocks) > 1:
-                rest = torch.addmm(self.target[block.concepts], block.outside, self.z, alpha=-1)
-            for aim, codes, weights in zip(rest.unbind(0), own, inside, strict=True):
-                torch.addmv(aim, others, weights, alpha=-1, out=self.spare)
-                torch.clamp_min(self.spare, 0, out=codes)
+        for block, views in zip(self.blocks, self.views, strict=True):
+            rest = self.target[block.concepts]
+            if block.before is not None:
+                rest = torch.addmm(rest, block.before, self.z, alpha=-1)
+            for aim, (changed, weights, codes) in zip(rest.unbind(0), views, strict=True):
+                if len(weights):
+                    aim = torch.addmv(aim, changed, weights, alpha=-1, out=self.spare)
+                torch.clamp_min(aim, 0, out=codes)
 
 
 def solved(

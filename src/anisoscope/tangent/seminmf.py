@@ -167,7 +167,7 @@ def _fit_held(held: Tensor, plan: _Plan, concepts: Tensor | None, codes: Tensor 
     scale = power_of_two_scale(largest_size(held))
     mean = _mean(held, scale) if plan.centre else held.new_zeros(held.shape[1], dtype=torch.float64)
     a_ND = _prepared(held, mean, scale, plan)
-    size = float(a_ND.square().sum(dtype=torch.float64))
+    size = float(_energy(a_ND))
     # Rounding of the mean leaves something of constant rows behind; it is no spread.
     rounding = 4 * torch.finfo(torch.promote_types(held.dtype, torch.float32)).eps * float(mean.abs().max())
     if size <= a_ND.numel() * rounding**2:
@@ -183,6 +183,11 @@ def _fit_held(held: Tensor, plan: _Plan, concepts: Tensor | None, codes: Tensor 
     momentum = (MOMENTUM if few else 0.0) if plan.momentum is None else float(plan.momentum)
     run = descend(a_ND, concepts_KD, codes_KN, size, limits, momentum=momentum)
     return _finished(run, a_ND, size, mean, scale, plan)
+
+
+def _energy(rows: Tensor) -> Tensor:
+    """The sum of squares: of each row in its own type, of all rows in float64; nothing of their size is made."""
+    return torch.linalg.vector_norm(rows, dim=1).double().square().sum()
 
 
 def _mean(held: Tensor, scale: float) -> Tensor:
@@ -240,7 +245,7 @@ def _finished(run: Run, a_ND: Tensor, size: float, mean: Tensor, scale: float, p
     lost = torch.zeros((), dtype=torch.float64, device=a_ND.device)
     small = run.concepts.to(a_ND.dtype)
     for rows, codes in zip(a_ND.split(STREAM_ROWS), run.codes.split(STREAM_ROWS, dim=1), strict=True):
-        lost += torch.addmm(rows, codes.T, small, alpha=-1).square_().sum(dtype=torch.float64)
+        lost += _energy(torch.addmm(rows, codes.T, small, alpha=-1))
     second = second_moment(run.codes).diagonal()
     concepts, length, order = _ordered(run.concepts, second)
     stretch = (length / scale)[:, None]
