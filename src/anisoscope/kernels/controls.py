@@ -29,6 +29,32 @@ def _sum(a):
 
 
 @triton.jit
+def _cells(at, inside):
+    return tl.load(at, mask=inside, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def _energy(form, across, own, off, mixer, span):
+    """``tr(off (Z - Q c)^T M (Z - Q c))`` for ``form = Z^T M Z``, ``across = Q^T M Z`` and ``own = Q^T M Q``."""
+    return _sum(form * off - 2 * across * mixer + own * span)
+
+
+@triton.jit
+def _length(form, across, own, c, off):
+    """``tr`` of the square of ``off (Z - Q c)^T M (Z - Q c)``."""
+    turned = _dot(tl.trans(c), 0.5 * _dot(own, c) - across)
+    held = _dot(off, form + turned + tl.trans(turned))
+    return _sum(held * tl.trans(held))
+
+
+@triton.jit
+def _left(trace, square, once, twice, both, unit, whole):
+    """What is left of a covariance of trace one without a span that holds so much of it, of its square, and twice."""
+    tl.store(trace, unit / unit - once / unit)
+    tl.store(square, whole + (both - 2 * twice) / unit / unit)
+
+
+@triton.jit
 def _inverse(a, limit, K: tl.constexpr, P: tl.constexpr):
     """As ``codes.inverses``: zero outside K x K, NaN where there is none whose condition is below ``limit``.
 
@@ -77,60 +103,51 @@ def controls(
     height = 2 * all_bases + 1
     against += s * height * line + b * K
     along = against + 2 * all_bases * line
-    along_i = tl.load(along + i, mask=i < K, other=0.0)
-    along_j = tl.load(along + j, mask=j < K, other=0.0)
-    own_draw = tl.load(inner + b * K * K + i * K + j, mask=inside, other=0.0)
+    along_i, along_j = _cells(along + i, i < K), _cells(along + j, j < K)
+    own_draw = _cells(inner + b * K * K + i * K + j, inside)
     form_at = (b * K + i) * sites + s
-    f = tl.load(form + form_at * K + j, mask=inside, other=0.0)
+    f = _cells(form + form_at * K + j, inside)
     forms += form_at * groups * K + j
     if p == bases:
         off = _inverse(own_draw, limit, K, P)
         to = random + s * (groups + 1) * draws + b
         for g in range(groups):
-            one = tl.load(forms + g * K, mask=inside, other=0.0).to(tl.float64)
-            tl.store(to + g * draws, _sum(one * off))
+            tl.store(to + g * draws, _sum(_cells(forms + g * K, inside) * off))
         tl.store(to + groups * draws, _sum((f + n * along_i * along_j) * off))
     else:
         beside = (p * K + i) * line + j
         square = (p * K + i) * all_bases + p * K + j
-        c = tl.load(against + beside, mask=inside, other=0.0)
+        c = _cells(against + beside, inside)
         off = _inverse(own_draw - _dot(tl.trans(c), c), limit, K, P)
         mixer = _dot(c, off)
         span = _dot(mixer, tl.trans(c))
         to = normal + (s * bases + p) * (groups + 1) * draws + b
         for g in range(groups):
             place = s * groups + g
-            energy = tl.load(forms + g * K, mask=inside, other=0.0).to(tl.float64) * off
-            cell = tl.load(acrosses + place * all_bases * line + b * K + beside, mask=inside, other=0.0)
-            energy -= 2 * cell.to(tl.float64) * mixer
-            cell = tl.load(owns + place * all_bases * all_bases + square, mask=inside, other=0.0)
-            tl.store(to + g * draws, _sum(energy + cell.to(tl.float64) * span))
-        lines = small + s * height * height + (p * K + i) * height
-        own = tl.load(lines + all_bases + p * K + j, mask=inside, other=0.0)
-        across = tl.load(against + all_bases * line + beside, mask=inside, other=0.0)
-        once = _sum(f * off - 2 * across * mixer + own * span)
+            across = _cells(acrosses + place * all_bases * line + b * K + beside, inside)
+            own = _cells(owns + place * all_bases * all_bases + square, inside)
+            tl.store(to + g * draws, _energy(_cells(forms + g * K, inside), across, own, off, mixer, span))
+        small += s * height * height
+        lines = small + (p * K + i) * height
+        own_once = _cells(lines + all_bases + p * K + j, inside)
+        across = _cells(against + all_bases * line + beside, inside)
+        once = _energy(f, across, own_once, off, mixer, span)
         # The second moment of all rows is C + n m m^T.
-        m_i = tl.load(lines + 2 * all_bases, mask=i < K, other=0.0)
-        m_j = tl.load(small + s * height * height + (p * K + j) * height + 2 * all_bases, mask=j < K, other=0.0)
-        mean = along_i * along_j * off - 2 * m_i * along_j * mixer + m_i * m_j * span
-        tl.store(to + groups * draws, once + n * _sum(mean))
-        twice = tl.load(form_twice + (s * draws + b) * K * K + i * K + j, mask=inside, other=0.0) * off
-        cell = tl.load(across_twice + s * all_bases * line + b * K + beside, mask=inside, other=0.0)
-        own_twice = tl.load(lines + all_bases * height + all_bases + p * K + j, mask=inside, other=0.0)
-        second = _sum(twice - 2 * cell * mixer + own_twice * span)
-        turned = _dot(tl.trans(c), 0.5 * _dot(own, c) - across)
-        held = _dot(off, f + turned + tl.trans(turned))
-        both = _sum(held * tl.trans(held))
+        m_i, m_j = _cells(lines + 2 * all_bases, i < K), _cells(small + (p * K + j) * height + 2 * all_bases, j < K)
+        mean = _energy(along_i * along_j, m_i * along_j, m_i * m_j, off, mixer, span)
+        tl.store(to + groups * draws, once + n * mean)
+        both = _length(f, across, own_once, c, off)
+        own_twice = _cells(lines + all_bases * height + all_bases + p * K + j, inside)
+        across = _cells(across_twice + s * all_bases * line + b * K + beside, inside)
+        f = _cells(form_twice + (s * draws + b) * K * K + i * K + j, inside)
+        second = _energy(f, across, own_twice, off, mixer, span)
         unit = tl.load(level + s)
-        length = tl.load(size + s) / unit
-        one, two = unit / unit, length * length
+        two = tl.load(size + s) / unit * (tl.load(size + s) / unit)
         at = (s * bases + p) * (draws + 1)
-        tl.store(traces + at + 1 + b, one - once / unit)
-        tl.store(squares + at + 1 + b, two + (both - 2 * second) / unit / unit)
+        _left(traces + at + 1 + b, squares + at + 1 + b, once, second, both, unit, two)
         if b == 0:  # what is left without the basis itself, and without nothing
-            second = _sum(tl.where(i == j, own_twice, 0.0))
-            tl.store(traces + at, one - _sum(tl.where(i == j, own, 0.0)) / unit)
-            tl.store(squares + at, two + (_sum(own * own) - 2 * second) / unit / unit)
+            once, second = _sum(tl.where(i == j, own_once, 0.0)), _sum(tl.where(i == j, own_twice, 0.0))
+            _left(traces + at, squares + at, once, second, _sum(own_once * own_once), unit, two)
             if p == 0:
-                tl.store(whole + 2 * s, one)
+                tl.store(whole + 2 * s, unit / unit)
                 tl.store(whole + 2 * s + 1, two)
