@@ -25,7 +25,7 @@ from anisoscope.measures.later import fetched
 from anisoscope.measures.spectrum import GRAM_LIMIT
 from anisoscope.measures.stacked_spectra import Spectra, begin_spectra
 from anisoscope.measures.uncertainty import Bar, fields, spread_runs
-from anisoscope.stats.moments import PARTED_WIDTH, grams
+from anisoscope.stats.moments import PARTED_WIDTH, grams, in_parts
 from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores
 
 STACKED = ("spectral_ratio", "mean_cosine", "isoscore", "effective_rank", "two_nn")
@@ -129,12 +129,13 @@ def _sums(rows: Float[Tensor, "s n d"], *, directions: bool, exact: bool) -> dic
     found = _cosines(rows, wide) if directions else {}
     mean = wide.mean(dim=1)
     wide = wide.sub_(mean[:, None])
-    radius2 = wide.square().sum(dim=2)
+    radius2 = torch.linalg.vector_norm(wide, dim=2).square_()
+    near = None if exact or not in_parts(rows.shape[2], rows.device) else wide.float()
     return found | {
         "mean": mean,
-        "scatter": grams(wide, exact=exact),
+        "scatter": grams(wide if near is None else near, exact=exact),
         "fourth": radius2.square().sum(dim=1),
-        "rows": _runs(wide).flatten(1, 2).float(),
+        "rows": _runs(wide if near is None else near).flatten(1, 2).float(),
     }
 
 

@@ -221,7 +221,8 @@ def gram_in_parts(y_ND: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
     sums would lose digits.
     """
     count, width = y_ND.shape
-    rows = torch.nn.functional.pad(y_ND, (0, 0, 0, -count % PARTED_ROWS)).view(-1, PARTED_ROWS, width)
+    whole = y_ND if count % PARTED_ROWS == 0 else torch.nn.functional.pad(y_ND, (0, 0, 0, -count % PARTED_ROWS))
+    rows = whole.reshape(-1, PARTED_ROWS, width)
     high, low = two_parts(rows)
     with full_precision(y_ND.device), on_tensor_cores(y_ND.device.type == "cuda"):
         own, across = high.mT @ high, high.mT @ low

@@ -92,9 +92,8 @@ def seen_by_half(
     for first in range(0, sites, step):
         few = slice(first, first + step)
         rows = g[few].index_select(1, at)
-        wide = rows.double()
-        means[few] = wide.mean(dim=1)
-        for cell, part in enumerate(wide.split(number, dim=1)):
+        means[few] = rows.mean(dim=1, dtype=torch.float64)
+        for cell, part in enumerate(rows.split(number, dim=1)):
             moments[few, cell] = grams(part, exact=g.dtype == torch.float64)
         energies[few, 0] = torch.linalg.vector_norm(rows, dim=2).double().square()
         along = (rows @ flat[few]).unflatten(2, (count, rank)).double().square().sum(dim=3)

@@ -54,9 +54,9 @@ class Centred:
                 wide = x[few].index_select(1, at).double()
                 middle = wide.mean(dim=1)
                 near = wide.sub_(middle[:, None]).to(x.dtype)
-                wide.copy_(near)
+                del wide
                 mean[few, half], rows[few, half, : len(at)] = middle, near
-                scatter[few, half] = grams(wide, exact=x.dtype == torch.float64)
+                scatter[few, half] = grams(near, exact=x.dtype == torch.float64)
         total = scatter.diagonal(dim1=2, dim2=3).sum(dim=2)
         counts = torch.tensor([len(half) for half in halves], device=x.device).repeat(sites)
         return cls(rows.flatten(0, 1), counts, mean.flatten(0, 1), scatter.flatten(0, 1), total.flatten())
