@@ -139,6 +139,39 @@ def test_sites_together_on_the_device_say_what_each_says_alone():
             assert abs(states[view.site][name].value - plain[name].value) <= 1e-5 * abs(plain[name].value), name
 
 
+def test_spectra_of_many_sites_are_those_of_each():
+    """By tridiagonal forms; one site comes from a LayerNorm, one falls steeply, one has a mean far off."""
+    from anisoscope.measures import stacked, tridiagonal
+
+    draw = torch.Generator().manual_seed(0)
+    rows = [
+        cloud(3000, 16) @ torch.randn(16, 300, generator=draw) + torch.randn(3000, 300, generator=draw)
+        for _ in range(5)
+    ]
+    rows[1] = torch.nn.functional.layer_norm(rows[1], (300,))
+    rows[2] = rows[2] * torch.logspace(0, -4, 300)
+    rows[3] = rows[3] + 50
+    rows[4] = rows[4] * torch.nan
+    names = ("spectral_ratio", "effective_rank", "isoscore")
+    found = stacked.begin([one.cuda() for one in rows], names)()
+    assert tridiagonal.fits(torch.zeros(5, 300, 300, dtype=torch.float64, device="cuda")) and found[4] is None
+    for mine, one in zip(found[:4], rows[:4], strict=True):
+        plain = an.measure(one, names)
+        for name in names:
+            assert abs(mine[name].value - plain[name].value) <= 1e-6 * plain[name].value, name
+            bars = mine[name].stderr, plain[name].stderr
+            assert (bars[0] is None) == (bars[1] is None), name
+            assert bars[1] is None or abs(bars[0] - bars[1]) <= 1e-3 * bars[1], name
+    wide = torch.randn(4, 700, 700, generator=draw, dtype=torch.float64).cuda()
+    wide = wide @ wide.mT
+    form = tridiagonal.reduced(wide)
+    values = tridiagonal.eigenvalues(form.diagonal, form.off)
+    truth = torch.linalg.eigvalsh(wide)
+    assert float(((values - truth).abs() / truth[:, -1:]).max()) < 1e-14
+    again = tridiagonal.reduced(wide)
+    assert torch.equal(form.diagonal, again.diagonal) and torch.equal(form.off, again.off)
+
+
 def test_steps_without_a_look_never_wait_for_the_device():
     import warnings
 
