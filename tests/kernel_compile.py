@@ -13,17 +13,17 @@ INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "swe
             "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws")  # fmt: skip
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
 TRIDIAGONAL = {
-    tridiagonal.reduce_panel: {"P": 5, "PP": 8, "K": tridiagonal.PANEL, "W": 1024, "R": 4, "B": 64},
+    tridiagonal.reduce_panel: {"PP": 32, "K": tridiagonal.PANEL, "W": 1024, "R": 4, "B": 64},
     tridiagonal.bisect: {"HALVINGS": 55, "G": tridiagonal.GROUP, "B": 64},
-    tridiagonal.factor_shifted: {"B": 64},
-    tridiagonal.sum_forms: {"B": 128},
+    tridiagonal.factor_shifted: {"N": 36, "B": 64},
+    tridiagonal.sum_forms: {"N": 36, "B": 128},
     tridiagonal.twisted_vector: {"B": 256},
 }
 
 
 def wide(kernel):
     """Types where all is float64 but for a counter and the rows."""
-    other = {"counter": "*i32", "rows": "*fp32"} | dict.fromkeys((*INTEGERS, "first", "met", "N"), "i32")
+    other = {"counter": "*i32", "rows": "*fp32"} | dict.fromkeys((*INTEGERS, "first", "met", "S", "P"), "i32")
     return {name: other.get(name, "*fp64") for name in kernel.arg_names}
 
 

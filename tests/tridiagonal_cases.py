@@ -100,7 +100,7 @@ class Together:
 def main():
     torch.set_num_threads(1)
     tridiagonal._by_kernels = lambda tensor: True
-    tridiagonal.TILE = 1024  # several blocks of rows
+    tridiagonal.STRIPE, tridiagonal.TILE_ROWS, tridiagonal.MOST_PROGRAMS = 32, 16, 2  # several of each
     named = matrices()
     names, a = list(named), torch.stack(list(named.values()))
     t = reduced(a, 1)
@@ -130,7 +130,7 @@ def main():
     lost = leading_vector(some(t, [3]), torch.tensor([torch.nan], dtype=torch.float64))
     result["lost"] += [bool(torch.isnan(lost).all())]
 
-    # Three sizes of tile, and programs that share a matrix.
+    # Programs that share a matrix.
     tridiagonal.SHARE = 16
     kernels = tridiagonal._kernels()
     kernels.reduce_panel = Together(kernels.reduce_panel)

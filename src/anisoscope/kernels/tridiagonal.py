@@ -2,8 +2,9 @@
 
 Libraries take matrices one after another, and one matrix of a thousand columns keeps a GPU waiting. Here some programs
 share a matrix, so that all matrices go through their columns together. Programs of a matrix wait for one another, so
-all of them must be running at once: never more programs than the GPU has multiprocessors, unless each has a matrix of
-its own. No sum depends on which program comes first.
+all of them must be running at once: never more programs than fit on the GPU, unless each has a matrix of its own. No
+sum depends on which program comes first. Numbers and widths of matrices are ordinary arguments: each kernel is compiled
+once.
 
 This module needs Triton; ``measures.tridiagonal`` imports it where Triton is.
 """
@@ -23,23 +24,22 @@ TINY = tl.constexpr(1e-280)  # squares of a matrix of entries about one below wh
 
 
 @triton.jit
-def _meet(counter, target, P: tl.constexpr):
-    """What any program of a matrix wrote before is seen by all of them after."""
+def _meet(counter, target):
+    """What any program of a matrix wrote before is seen after by all of them, where they read past their own caches.
+
+    That is by loads marked ``.cg``; what a program alone writes it may read in any way.
+    """
     tl.debug_barrier()
-    if P > 1:
-        tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        while tl.load(counter, volatile=True) < target:
-            pass
-        tl.atomic_add(counter, 0, sem="acq_rel", scope="gpu")
-        tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+    while tl.load(counter, volatile=True) < target:
+        pass
+    tl.debug_barrier()
 
 
 @triton.jit
-def _reflection(x, squares, j, D, P: tl.constexpr, PP: tl.constexpr):
-    """Of column j below its diagonal: what stays of it, the factor tau, and what makes its first entry one."""
-    q = tl.arange(0, PP)
-    tail = tl.sum(tl.load(squares + q, mask=q < P, other=0.0, cache_modifier=".cg"), axis=0)
-    alpha = tl.load(x + j + 1, mask=j + 1 < D, other=0.0, cache_modifier=".cg")
+def _reflection(alpha, tail):
+    """Of a column below its diagonal, its first entry and the squares of the rest: what stays of it, the factor tau,
+    and what makes the first entry of the reflector one."""
     flat = tail <= TINY  # not so for NaN, which must go on
     size = tl.sqrt(tl.where(flat, 1.0, alpha * alpha + tail))
     beta = tl.where(alpha > 0, -size, size)
@@ -48,39 +48,59 @@ def _reflection(x, squares, j, D, P: tl.constexpr, PP: tl.constexpr):
     return tl.where(flat, alpha, beta), tau, scale
 
 
-@triton.jit(do_not_specialize=["columns", "met"])
+@triton.jit
+def _block(a, x, down, block, blocks, places, c, low, S, R: tl.constexpr):
+    """Columns c of a block of rows, up to the end of the square on the diagonal; of the column there, and of what the
+    stripe before gave. Beyond the last block there is nothing to read."""
+    there = tl.minimum(block, blocks - 1) * R
+    end = tl.where(block < blocks, there + R, 0)
+    tile = tl.load(a + there * S + places, mask=(c < end)[None, :], other=0.0)
+    r = there + tl.arange(0, R)
+    entries = tl.load(x + r, cache_modifier=".cg")
+    before = tl.load(down + r, mask=r < tl.where(low > 0, there + R, 0), other=0.0, cache_modifier=".cg")
+    return tile, entries, before
+
+
+@triton.jit(do_not_specialize=["D", "columns", "met", "P"])
 def reduce_panel(
-    a, pairs, diagonal, off, taus, x, across, down, sums, squares, forms, counter, D, first, columns, met,
-    P: tl.constexpr, PP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    a, pairs, diagonal, off, taus, x, across, down, sums, squares, forms, counter, D, S, first, columns, met, P,
+    PP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Columns from ``first`` on of matrices ``a`` to tridiagonal form, as LAPACK's dlatrd; ``P`` programs a matrix.
 
-    ``pairs``, ``[matrices, 2, K, D]``, gets reflectors v and companions w, for ``a - v w^T - w v^T``; ``a`` stays as it
-    is, and of it rows are read up to the diagonal, and row j from there on. All that is left of ``a`` from ``first`` on
-    must fit into W columns. Programs of a matrix meet twice a column: when the column is known, of which each updates
-    its own share, and when the product of ``a`` with the reflector is, for which each takes every P-th block of R rows.
+    Matrices have S rows and columns, a multiple of 16, and vectors S entries, all of them zero beyond D, so that one
+    compiled kernel is right for all widths. ``pairs``, ``[matrices, 2, K, S]``, gets reflectors v and companions w,
+    for ``a - v w^T - w v^T``; ``a`` stays as it is, and of it rows are read up to their diagonal, and row j from there
+    on. Programs of a matrix, PP at most, meet twice a column: when the column is known, of which each updates its own
+    share, and when the product of ``a`` with the reflector is, for which each takes every P-th block of R rows, in
+    stripes of W columns.
 
     Scratch: ``x`` the column; ``down`` sums along rows of ``a`` and ``across`` sums along columns, by program;
-    ``sums``, ``squares``, ``forms`` small products, by program.
+    ``sums``, ``squares``, ``forms`` small products, by program. Rows and columns count from ``first``.
     """
     matrix = (tl.program_id(0) // P).to(tl.int64)
     own = tl.program_id(0) % P
-    a += matrix * D * D
-    v = pairs + matrix * 2 * K * D
-    w = v + K * D
-    x += matrix * D
-    down += matrix * D
-    across += matrix * P * D
+    n = D - first
+    room = S - first
+    a += matrix * S * S + first * S + first
+    v = pairs + matrix * 2 * K * S + first
+    w = v + K * S
+    diagonal += matrix * S + first
+    off += matrix * S + first
+    taus += matrix * S + first
+    x += matrix * S + first
+    down += matrix * S + first
+    across += matrix * P * S + first
     sums += matrix * P * 2 * K
     squares += matrix * P
     forms += matrix * P
     counter += matrix
     k = tl.arange(0, K)
     q = tl.arange(0, PP)
-    share = tl.cdiv(tl.cdiv(D - first, P), B) * B
-    start = first + own * share
-    stop = tl.minimum(start + share, D)
-    blocks = tl.cdiv(D - first, R)
+    share = tl.cdiv(tl.cdiv(n, P), B) * B
+    start = own * share
+    stop = tl.minimum(start + share, n)
+    blocks = tl.cdiv(n, R)
     tau = tl.zeros((), dtype=tl.float64)
     scale = tl.zeros((), dtype=tl.float64)
     with_v = tl.zeros((K,), dtype=tl.float64)
@@ -88,17 +108,10 @@ def reduce_panel(
     row_v = tl.zeros((K,), dtype=tl.float64)
     row_w = tl.zeros((K,), dtype=tl.float64)
     for done in range(0, columns + 1):
-        j = first + done
-        # The companion of the column before: its entry at j, which all need, then this program's share.
-        known = j > first
-        programs = tl.where(known, P, 0)
-        bound = tl.where(known, stop, first)
-        form = tl.sum(tl.load(forms + q, mask=q < programs, other=0.0, cache_modifier=".cg"), axis=0)
-        alpha = -0.5 * tau * tau * (form - 2 * tl.sum(with_v * with_w, axis=0))
-        at = tl.minimum(j, D - 1)
-        corner = tl.load(down + at, mask=known, other=0.0, cache_modifier=".cg")
-        corner += tl.sum(tl.load(across + q * D + at, mask=q < programs, other=0.0, cache_modifier=".cg"), axis=0)
-        corner = tau * (corner - tl.sum(row_v * with_w + row_w * with_v, axis=0)) + alpha
+        # The share of a program: the companion of the column before, then this column.
+        bound = tl.where(done > 0, stop, 0)
+        programs = tl.where(done > 0, P, 0)
+        at = tl.minimum(done, n - 1)
         square = tl.zeros((B,), dtype=tl.float64)
         last_v = tl.zeros((B,), dtype=tl.float64)
         last_w = tl.zeros((B,), dtype=tl.float64)
@@ -106,28 +119,34 @@ def reduce_panel(
         all_w = tl.zeros((K, B), dtype=tl.float64)
         for low in range(start, stop, B):
             i = low + tl.arange(0, B)
-            left = (i < stop) & (i >= j)
-            live = (i < bound) & (i >= j)
+            left = (i < stop) & (i >= done)
+            live = (i < bound) & (i >= done)
             earlier = (k < done - 1)[:, None] & left[None, :]
-            tile_v = tl.load(v + k[:, None] * D + i[None, :], mask=earlier, other=0.0)
-            tile_w = tl.load(w + k[:, None] * D + i[None, :], mask=earlier, other=0.0)
+            tile_v = tl.load(v + k[:, None] * S + i[None, :], mask=earlier, other=0.0)
+            tile_w = tl.load(w + k[:, None] * S + i[None, :], mask=earlier, other=0.0)
             shared = (q < programs)[:, None] & live[None, :]
-            parts = tl.load(across + q[:, None] * D + i[None, :], mask=shared, other=0.0, cache_modifier=".cg")
-            product = tl.load(down + i, mask=live, other=0.0, cache_modifier=".cg") + tl.sum(parts, axis=0)
-            one_v = tl.load(x + i, mask=live, other=0.0) * scale
-            one_v = tl.where(live & (i == j), 1.0, one_v)
-            less = tl.sum(tile_v * with_w[:, None] + tile_w * with_v[:, None], axis=0)
-            one_w = tau * (product - less) + alpha * one_v
-            one_w = tl.where(live, one_w, 0.0)
-            tl.store(v + (done - 1) * D + i, one_v, mask=i < bound)
-            tl.store(w + (done - 1) * D + i, one_w, mask=i < bound)
-            value = tl.load(a + j.to(tl.int64) * D + i, mask=left, other=0.0)
-            value -= tl.sum(tile_v * row_w[:, None] + tile_w * row_v[:, None], axis=0)
-            value -= one_v * corner + one_w
-            more = (i < tl.where(j < first + columns, stop, first)) & (i >= j)
+            parts = tl.load(across + q[:, None] * S + i[None, :], mask=shared, other=0.0, cache_modifier=".cg")
+            product = tl.load(down + i, mask=live, other=0.0, cache_modifier=".cg")
+            one_v = tl.load(x + i, mask=live, other=0.0)
+            value = tl.load(a + done * S + i, mask=left, other=0.0)
+            # What all programs need of that companion: its entry in the row of this column.
+            form = tl.load(forms + q, mask=q < programs, other=0.0, cache_modifier=".cg")
+            corner = tl.load(across + q * S + at, mask=q < programs, other=0.0, cache_modifier=".cg")
+            middle = tl.load(down + at, mask=done > 0, other=0.0, cache_modifier=".cg")
+            alpha = -0.5 * tau * tau * (tl.sum(form, axis=0) - 2 * tl.sum(with_v * with_w, axis=0))
+            middle += tl.sum(corner, axis=0) - tl.sum(row_v * with_w + row_w * with_v, axis=0)
+            middle = tau * middle + alpha
+
+            one_v = tl.where(live & (i == done), 1.0, one_v * scale)
+            product += tl.sum(parts, axis=0) - tl.sum(tile_v * with_w[:, None] + tile_w * with_v[:, None], axis=0)
+            one_w = tl.where(live, tau * product + alpha * one_v, 0.0)
+            tl.store(v + (done - 1) * S + i, one_v, mask=i < bound)
+            tl.store(w + (done - 1) * S + i, one_w, mask=i < bound)
+            value -= tl.sum(tile_v * row_w[:, None] + tile_w * row_v[:, None], axis=0) + (one_v * middle + one_w)
+            more = (i < tl.where(done < columns, stop, 0)) & (i >= done)
             tl.store(x + i, value, mask=more)
-            tl.store(diagonal + matrix * D + i, value, mask=more & (i == j))
-            tail = tl.where(left & (i >= j + 2), value, 0.0)
+            tl.store(diagonal + i, value, mask=more & (i == done))
+            tail = tl.where(left & (i >= done + 2), value, 0.0)
             square += tail * tail
             last_v += one_v * tail
             last_w += one_w * tail
@@ -139,51 +158,53 @@ def reduce_panel(
             tl.store(place, tl.where(newest, tl.sum(last_v, axis=0), tl.sum(all_v, axis=1)))
             tl.store(place + K, tl.where(newest, tl.sum(last_w, axis=0), tl.sum(all_w, axis=1)))
             tl.store(squares + own, tl.sum(square, axis=0))
-            _meet(counter, P * (met + 2 * done + 1), P)
+            _meet(counter, P * (met + 2 * done + 1))
 
-            beta, tau, scale = _reflection(x, squares, j, D, P, PP)
-            if own == 0:
-                tl.store(off + matrix * D + j, beta)
-                tl.store(taus + matrix * D + j, tau)
-            # The product of the matrix with the reflector: what is below the diagonal counts for both its places.
-            c = first + tl.arange(0, W)
-            v_c = tl.load(x + c, mask=(c < D) & (c > j), other=0.0, cache_modifier=".cg") * scale
-            v_c = tl.where(c == j + 1, 1.0, v_c)
-            below = tl.zeros((W,), dtype=tl.float64)
-            form_r = tl.zeros((R,), dtype=tl.float64)
-            begin = (done + 1) // R + own
-            r = first + begin * R + tl.arange(0, R)
-            coming = tl.load(
-                a + r[:, None] * D + c[None, :], mask=(r < D)[:, None] & (c[None, :] <= r[:, None]), other=0.0
-            )
-            x_r = tl.load(x + r, mask=(r < D) & (r > j), other=0.0, cache_modifier=".cg")
-            for block in range(begin, blocks, P):
-                tile = coming
-                v_r = tl.where(r == j + 1, 1.0, x_r * scale)
-                now = r
-                r = first + (block + P) * R + tl.arange(0, R)
-                coming = tl.load(
-                    a + r[:, None] * D + c[None, :], mask=(r < D)[:, None] & (c[None, :] <= r[:, None]), other=0.0
-                )
-                x_r = tl.load(x + r, mask=(r < D) & (r > j), other=0.0, cache_modifier=".cg")
-                along = tl.sum(tile * v_c[None, :], axis=1)
-                tl.store(down + now, along, mask=now < D)
-                form_r += along * v_r
-                below += tl.sum(tl.where(c[None, :] < now[:, None], tile, 0.0) * v_r[:, None], axis=0)
-            tl.store(across + own * D + c, below, mask=c < D)
-            tl.store(forms + own, tl.sum(form_r, axis=0) + tl.sum(below * v_c, axis=0))
-            # What the next column needs of the earlier ones, before anything is written over.
+            # Everything that is asked for at once: each answer is a long way off.
+            tail = tl.load(squares + q, mask=q < P, other=0.0, cache_modifier=".cg")
+            alpha = tl.load(x + done + 1, mask=done + 1 < n, other=0.0, cache_modifier=".cg")
             whose = (q < P)[:, None] & (k < done)[None, :]
             place = sums + q[:, None] * 2 * K + k[None, :]
-            row = k < tl.where(j + 1 < D, done, 0)
-            row_v = tl.load(v + k * D + j + 1, mask=row, other=0.0, cache_modifier=".cg")
-            row_w = tl.load(w + k * D + j + 1, mask=row, other=0.0, cache_modifier=".cg")
-            with_v = scale * tl.sum(tl.load(place, mask=whose, other=0.0, cache_modifier=".cg"), axis=0) + row_v
-            with_w = scale * tl.sum(tl.load(place + K, mask=whose, other=0.0, cache_modifier=".cg"), axis=0) + row_w
-            _meet(counter, P * (met + 2 * done + 2), P)
+            sum_v = tl.load(place, mask=whose, other=0.0, cache_modifier=".cg")
+            sum_w = tl.load(place + K, mask=whose, other=0.0, cache_modifier=".cg")
+            row = k < tl.where(done + 1 < n, done, 0)
+            row_v = tl.load(v + k * S + done + 1, mask=row, other=0.0, cache_modifier=".cg")
+            row_w = tl.load(w + k * S + done + 1, mask=row, other=0.0, cache_modifier=".cg")
+            beta, tau, scale = _reflection(alpha, tl.sum(tail, axis=0))
+            with_v = scale * tl.sum(sum_v, axis=0) + row_v
+            with_w = scale * tl.sum(sum_w, axis=0) + row_w
+            if own == 0:
+                tl.store(off + done, beta)
+                tl.store(taus + done, tau)
+            # The product of the matrix with the reflector: what is below the diagonal counts for both its places.
+            form = tl.zeros((), dtype=tl.float64)
+            for low in range(0, n, W):
+                c = low + tl.arange(0, W)
+                places = tl.arange(0, R)[:, None] * S + c[None, :]
+                begin = tl.maximum(done + 1, low) // R
+                begin += (own + P - begin % P) % P  # a row is always with the same program
+                coming, x_r, before = _block(a, x, down, begin, blocks, places, c, low, S, R)
+                v_c = tl.load(x + c, mask=c < room, other=0.0, cache_modifier=".cg")
+                v_c = tl.where(c > done + 1, v_c * scale, tl.where(c == done + 1, 1.0, 0.0))
+                below = tl.zeros((W,), dtype=tl.float64)
+                form_r = tl.zeros((R,), dtype=tl.float64)
+                for block in range(begin, blocks, P):
+                    tile, sofar, r = coming, before, block * R + tl.arange(0, R)
+                    v_r = tl.where(r > done + 1, x_r * scale, tl.where(r == done + 1, 1.0, 0.0))
+                    coming, x_r, before = _block(a, x, down, block + P, blocks, places, c, low, S, R)
+                    along = tl.sum(tile * v_c[None, :], axis=1)
+                    # All of the square on the diagonal has been counted.
+                    below += tl.where(c < block * R, tl.sum(tile * v_r[:, None], axis=0), 0.0)
+                    tl.store(down + r, sofar + along)
+                    form_r += along * v_r
+                tl.store(across + own * S + c, below, mask=c < room)
+                form += tl.sum(form_r, axis=0) + tl.sum(below * v_c, axis=0)
+                tl.debug_barrier()
+            tl.store(forms + own, form)
+            _meet(counter, P * (met + 2 * done + 2))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["D", "length"])
 def bisect(diagonal, squares, low, high, values, D, length, HALVINGS: tl.constexpr, G: tl.constexpr, B: tl.constexpr):
     """Eigenvalues of tridiagonal matrices between ``low`` and ``high``, from numbers of sign changes.
 
@@ -220,8 +241,8 @@ def bisect(diagonal, squares, low, high, values, D, length, HALVINGS: tl.constex
     tl.store(values + matrix * D + which, 0.5 * (lower + upper), mask=which < D)
 
 
-@triton.jit
-def factor_shifted(diagonal, off, shifts, weights, least, ratios, shares, D, N, B: tl.constexpr):
+@triton.jit(do_not_specialize=["D"])
+def factor_shifted(diagonal, off, shifts, weights, least, ratios, shares, D, N: tl.constexpr, B: tl.constexpr):
     """``L`` and ``weight / D`` of ``L D L^T = T + shift``, for N shifts of a matrix; ``[matrices, D, N]`` each.
 
     A pivot below ``least``, which rounding alone can make, is taken for it.
@@ -244,8 +265,8 @@ def factor_shifted(diagonal, off, shifts, weights, least, ratios, shares, D, N, 
         beside = shift * 0 + tl.load(off + matrix * D + i)
 
 
-@triton.jit
-def sum_forms(rows, ratios, shares, out, n, D, N, B: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "D"])
+def sum_forms(rows, ratios, shares, out, n, D, N: tl.constexpr, B: tl.constexpr):
     """Sums over four poles of ``y^T (T + shift)^-1 y`` times their weights, for rows y; ``[matrices, N / 4, n]``.
 
     ``rows`` are ``[matrices, D, n]``: neighbours in memory are entries of different rows.
@@ -273,7 +294,7 @@ def sum_forms(rows, ratios, shares, out, n, D, N, B: tl.constexpr):
     tl.store(out + (matrix * (N // 4) + group) * n + i, (s0 + s1) + (s2 + s3), mask=i < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["D"])
 def twisted_vector(diagonal, off, values, least, ratios, pivots, vectors, D, B: tl.constexpr):
     """Unit eigenvectors of tridiagonal matrices for their largest eigenvalues, ``values``, or a little above.
 

@@ -22,13 +22,14 @@ from scipy import linalg
 from torch import Tensor
 
 LEAST_WIDTH = 256  # below it a library's decomposition is about as fast
-MOST_WIDTH = 2560  # above it a tile of the product would hold two rows, most of them empty
+MOST_WIDTH = 4096  # above it nothing has been measured
 LEAST_MATRICES = 4  # one matrix alone is better left to a library
 
-TILE = 8192  # entries of a matrix that a program holds at a time, 64 KiB
-MOST_TILE_ROWS = 16
+STRIPE, TILE_ROWS = 1024, 4  # of a matrix that a program holds at a time: 32 KiB, and as much on its way
 SHARE = 64  # a program's share of a column is a multiple of it
-WARPS = 8
+WARPS, REGISTERS, RESIDENT = 8, 128, 2  # with so many registers so many programs fit on a processor
+MOST_PROGRAMS = 32  # that share a matrix
+ALIGNED = 16  # lengths of rows are multiples of it: one compiled kernel for all widths
 
 HALVINGS = 55  # from twice the norm to less than its rounding
 NEGLIGIBLE = 1e-34  # squares beside the diagonal, relative to the squared norm: below its rounding, and not zero
@@ -55,8 +56,8 @@ def fits(matrices: Tensor) -> bool:
 
 
 def programs_each(many: int, processors: int) -> int:
-    """Programs that share a matrix: they wait for one another, so all must run at once, one a processor."""
-    return max(1, processors // many)
+    """Programs that share a matrix: they wait for one another, so all must run at once."""
+    return min(MOST_PROGRAMS, max(1, processors * RESIDENT // many))
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,11 @@ class Tridiagonal:
         ratios, shares = self.diagonal.new_empty(2, many, width, POLE_COUNT)
         kernels.factor_shifted[(many,)](
             self.diagonal, _filled(self.off), shifts.contiguous(), weights.contiguous(), least.contiguous(),
-            ratios, shares, width, POLE_COUNT, B=64, num_warps=1,
+            ratios, shares, width, N=POLE_COUNT, B=64, num_warps=1,
         )  # fmt: skip
         out = ratios.new_empty(many, POLE_COUNT // kernels.POLES, n)
         kernels.sum_forms[(-(-n // FORM_ROWS), POLE_COUNT // kernels.POLES, many)](
-            turned, ratios, shares, out, n, width, POLE_COUNT, B=FORM_ROWS, num_warps=2
+            turned, ratios, shares, out, n, width, N=POLE_COUNT, B=FORM_ROWS, num_warps=2
         )
         return out.sum(dim=1)
 
@@ -138,40 +139,43 @@ def reduced(matrices: Float[Tensor, "m d d"], programs: int | None = None) -> Tr
     # Powers of two, so that squares neither vanish nor overflow, and nothing is rounded.
     usable = torch.isfinite(sizes) & (sizes > 0)
     scale = torch.ldexp(torch.ones_like(sizes), -torch.frexp(torch.where(usable, sizes, 1.0)).exponent)[:, None]
-    found = (_reduced if _by_kernels(matrices) else _plain_reduced)(matrices * scale[:, :, None], programs)
+    if _by_kernels(matrices):
+        found = _reduced(matrices, scale[:, :, None], programs)
+    else:
+        found = _plain_reduced(matrices * scale[:, :, None])
     lost = torch.where(torch.isfinite(sizes), 0.0, torch.nan)[:, None]
     return Tridiagonal(found.diagonal / scale + lost, found.off / scale + lost, found.reflectors, found.taus + lost)
 
 
-def _reduced(a: Float[Tensor, "m d d"], programs: int | None) -> Tridiagonal:
-    """The reduction by panels, over ``a`` itself, whose rows become the reflectors."""
-    kernels, (many, width, _) = _kernels(), a.shape
-    each = programs or programs_each(many, torch.cuda.get_device_properties(a.device).multi_processor_count)
-    panel = kernels.PANEL
-    pairs = a.new_empty(many, 2, panel, width)
-    diagonal, off, taus, x, down = a.new_zeros(5, many, width)
-    across = a.new_empty(many, each, width)
-    sums = a.new_empty(many, each, 2, panel)
-    squares, forms = a.new_empty(2, many, each)
-    counter = torch.zeros(many, dtype=torch.int32, device=a.device)
+def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], programs: int | None) -> Tridiagonal:
+    """The reduction by panels, over a copy whose rows become the reflectors."""
+    kernels, (many, width, _), new = _kernels(), matrices.shape, matrices.new_zeros
+    each = programs or programs_each(many, torch.cuda.get_device_properties(matrices.device).multi_processor_count)
+    panel, stride = kernels.PANEL, -(-width // ALIGNED) * ALIGNED
+    whole = new(many, stride, stride) if stride > width else torch.empty_like(matrices)
+    a = whole[:, :width, :width]
+    torch.mul(matrices, scale, out=a)
+    pairs, across, sums = new(many, 2, panel, stride), new(many, each, stride), new(many, each, 2, panel)
+    diagonal, off, taus, x, down = (new(many, stride) for _ in range(5))
+    squares, forms = new(many, each), new(many, each)
+    counter = torch.zeros(many, dtype=torch.int32, device=matrices.device)
+    options: dict[str, Any] = {"maxnreg": REGISTERS, "launch_cooperative_grid": True} if matrices.is_cuda else {}
+    if each == 1:
+        options.pop("launch_cooperative_grid", None)  # nobody waits, and there may be more than run at once
     for first in range(0, width, panel):
-        columns, left = min(panel, width - first), width - first
-        wide = max(64, 1 << (left - 1).bit_length())
-        options: dict[str, Any] = {"launch_cooperative_grid": True} if each > 1 and a.is_cuda else {}
+        columns = min(panel, width - first)
         kernels.reduce_panel[(many * each,)](
-            a, pairs, diagonal, off, taus, x, across, down, sums, squares, forms, counter,
-            width, first, columns, 2 * first,
-            P=each, PP=1 << (each - 1).bit_length(), K=panel, W=wide, R=min(MOST_TILE_ROWS, TILE // wide), B=SHARE,
-            num_warps=WARPS, **options,
+            whole, pairs, diagonal, off, taus, x, across, down, sums, squares, forms, counter,
+            width, stride, first, columns, 2 * first, each,
+            PP=MOST_PROGRAMS, K=panel, W=STRIPE, R=TILE_ROWS, B=SHARE, num_warps=WARPS, **options,
         )  # fmt: skip
         after = first + columns
         if after < width:
-            both = pairs[:, :, :, after:]
-            left_side = both.flatten(1, 2).mT
-            a[:, after:, after:].baddbmm_(left_side, both.flip(1).flatten(1, 2), alpha=-1)
+            both = pairs[:, :, :, after:width]
+            a[:, after:, after:].baddbmm_(both.flatten(1, 2).mT, both.flip(1).flatten(1, 2), alpha=-1)
         a[:, first:after, :first] = 0
-        a[:, first:after, first:] = pairs[:, 0, :columns, first:]
-    return Tridiagonal(diagonal, off[:, :-1], a, taus)
+        a[:, first:after, first:] = pairs[:, 0, :columns, first:width]
+    return Tridiagonal(diagonal[:, :width], off[:, : width - 1], a, taus[:, :width])
 
 
 def eigenvalues(diagonal: Float[Tensor, "m d"], off: Float[Tensor, "m e"]) -> Float[Tensor, "m d"]:
@@ -279,7 +283,7 @@ def _kernels() -> Any:
 # The same by LAPACK, one matrix after another, where there is no GPU.
 
 
-def _plain_reduced(a: Float[Tensor, "m d d"], programs: int | None) -> Tridiagonal:
+def _plain_reduced(a: Float[Tensor, "m d d"]) -> Tridiagonal:
     many, width, _ = a.shape
     diagonal, off, taus = a.new_zeros(3, many, width)
     reflectors = torch.zeros_like(a)
