@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import math
 import random
 import re
@@ -73,7 +74,7 @@ def train(name, watch=None, *, steps=4, accumulate=1, autocast=False, checkpoint
             if monitor is not None:
                 monitor.step(step, tokens=72 * accumulate * (step + 1))
             trace += [(PYTHON, random.random()), np.random.rand(), torch.rand(()).item(), torch.is_grad_enabled()]
-            trace += [torch.is_autocast_enabled("cpu"), [m.training for m in model.modules()]]
+            trace += [gc.isenabled(), torch.is_autocast_enabled("cpu"), [m.training for m in model.modules()]]
             trace.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
     if checkpointing is None:  # enable_input_require_grads is a hook of the model's own
         assert hooks_of(model) == hooks
@@ -171,6 +172,26 @@ def failures(model, optimizer, probe, folder, how):
     if how == "no tokens":
         return Monitor(model, **{**options, "schedule": by_tokens(5)}, mode="ride")
     return Monitor(model, **options)
+
+
+def test_nothing_is_collected_during_a_look(probe):
+    """A full pass over a large process takes longer than a look; where nothing is collected anyway it stays so."""
+    seen = []
+
+    def loss(model, batch):
+        seen.append(gc.isenabled())
+        return CausalLoss()(model, batch)
+
+    with Monitor(build("gpt2"), probe=probe, schedule=every(1), loss=loss, strict=True) as monitor:
+        monitor.step(0)
+        assert gc.isenabled()
+        gc.disable()
+        try:
+            monitor.step(1)
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+    assert seen and not any(seen)
 
 
 @pytest.mark.parametrize("how", ["measure", "analysis", "loss", "nan loss", "nan activations", "store closed", "full"])

@@ -37,7 +37,7 @@ from anisoscope.monitoring.planning import (
     present,
     what_to_measure,
 )
-from anisoscope.monitoring.untouched import is_compiled, same_random_numbers, untouched, unwrapped
+from anisoscope.monitoring.untouched import is_compiled, same_random_numbers, uncollected, untouched, unwrapped
 from anisoscope.monitoring.views import Analysis, Look, OfModel
 from anisoscope.profiling import Findings
 from anisoscope.runs.store import RunWriter
@@ -246,6 +246,7 @@ class Monitor:
             ride.drop()
 
     @same_random_numbers()
+    @uncollected()
     def _look(self, step: int, tokens: int | None) -> None:
         """One look, entered and stored whatever comes of it."""
         if self._device.type == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 from collections.abc import Iterator
 
@@ -54,6 +55,18 @@ def same_random_numbers() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
         if mps is not None:
             torch.mps.set_rng_state(mps)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python's collector of garbage waits: a full pass over a large process takes longer than a look."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @contextlib.contextmanager
