@@ -100,7 +100,7 @@ class Together:
 def main():
     torch.set_num_threads(1)
     tridiagonal._by_kernels = lambda tensor: True
-    tridiagonal.STRIPE, tridiagonal.TILE_ROWS, tridiagonal.MOST_PROGRAMS = 32, 16, 2  # several of each
+    tridiagonal.STRIPE, tridiagonal.TILE_ROWS, tridiagonal.MOST_PROGRAMS = 64, 16, 2
     named = matrices()
     names, a = list(named), torch.stack(list(named.values()))
     t = reduced(a, 1)
@@ -130,11 +130,11 @@ def main():
     lost = leading_vector(some(t, [3]), torch.tensor([torch.nan], dtype=torch.float64))
     result["lost"] += [bool(torch.isnan(lost).all())]
 
-    # Programs that share a matrix.
-    tridiagonal.SHARE = 16
+    # Programs that share a matrix, several stripes and shares.
+    tridiagonal.STRIPE, tridiagonal.SHARE = 32, 16
     kernels = tridiagonal._kernels()
     kernels.reduce_panel = Together(kernels.reduce_panel)
-    wide = covariance(67, 4, steep=2)[None]
+    wide = covariance(51, 4, steep=2)[None]
     result["shared"] = errors(reduced(wide, 2), wide)
     print(json.dumps(result))
 

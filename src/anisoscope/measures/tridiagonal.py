@@ -22,7 +22,7 @@ from scipy import linalg
 from torch import Tensor
 
 LEAST_WIDTH = 256  # below it a library's decomposition is about as fast
-MOST_WIDTH = 4096  # above it nothing has been measured
+MOST_WIDTH = 2560  # above it nothing has been measured
 LEAST_MATRICES = 4  # one matrix alone is better left to a library
 
 STRIPE, TILE_ROWS = 1024, 4  # of a matrix that a program holds at a time: 32 KiB, and as much on its way
