@@ -116,3 +116,13 @@ def test_a_tight_complement_and_few_draws(data):
     close(mine.share, plain.share)
     assert mine.ratio.value == pytest.approx(plain.ratio.value, rel=2e-5)
     assert mine.control.stderr is None
+
+
+def test_one_control_stands_without_a_spread(data):
+    """A single draw has no spread: nothing is said of it, and nothing warns."""
+    x, g, groups, _ = data
+    halves = Halves.of(groups, 0, "cpu")
+    lone = crossed_tests(g, halves, {"pca": fits(x, halves)}, draws=1)["pca"][""]
+    assert lone.control.stderr is None and lone.p in (0.5, 1.0)
+    each = [energy_test(g[halves.rows[at]], fits(x, halves)[1 - at], draws=1, seed=1 - at) for at in (0, 1)]
+    assert lone.control.value == pytest.approx(sum(one.control.value for one in each) / 2, rel=2e-5)

@@ -48,6 +48,20 @@ def test_energies_are_those_of_bases_that_are_formed(width, rank, draws, seed):
                 assert found.tolist() == pytest.approx(slow, abs=error * scale)
 
 
+@pytest.mark.parametrize("slope", [0.0, -1.0])
+def test_products_in_float32_keep_six_digits(slope, seed):
+    """Against float64 all through, for a flat second moment and a steep one, at a width of many strips."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(600, 400, generator=generator, dtype=torch.float64) * torch.arange(1, 401) ** slope
+    bases = torch.stack([torch.linalg.qr(torch.randn(400, 32, generator=generator))[0] for _ in range(2)])
+    moments = torch.stack([rows[:200].T @ rows[:200], rows[200:].T @ rows[200:]])
+    single = Draws.of(bases, 13, seed, CPU, torch.float32).of_moments(moments)
+    double = Draws.of(torch.linalg.qr(bases.double()).Q, 13, seed, CPU, torch.float64).of_moments(moments)
+    for one, two in zip(single, double, strict=True):
+        assert one.dtype == torch.float64
+        assert float((one / two - 1).abs().max()) < 2e-6
+
+
 def test_chunks_do_not_show(monkeypatch):
     moment = second_moment(150, 0)
     moment = (moment + moment.T)[None]

@@ -143,12 +143,10 @@ def _test(found: Sequence[_Tested], at: int, group: int, rank: int, width: int, 
         # A row's mean energy along infinitely many normal controls goes as |g|^2 - |g Q|^2; its factor cancels below.
         under = (bottom - top).clamp_min(0)
         shares.append(Estimate(value=share, n=n, method="|G Q|^2 / |G|^2", **fields(jackknife(top, bottom, units))))
-        spread = Bar(float(normal.std(correction=1)) / draws**0.5, draws - 1, f"{draws} normal controls")
-        controls.append(
-            Estimate(
-                value=mean, n=n, method="mean share of normal controls", **fields(spread if draws >= FEWEST else None)
-            )
-        )
+        spread = None
+        if draws >= FEWEST:
+            spread = Bar(float(normal.std(correction=1)) / draws**0.5, draws - 1, f"{draws} normal controls")
+        controls.append(Estimate(value=mean, n=n, method="mean share of normal controls", **fields(spread)))
         limit = float(top.sum() / under.sum()) if float(under.sum()) > 0 else 0.0
         bar = jackknife(top, under, units) if limit > 0 else None
         ratios.append(

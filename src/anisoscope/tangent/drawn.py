@@ -4,8 +4,9 @@ The share of span(Z) in a second moment S is ``tr((Z^T Z)^-1 Z^T S Z) / tr S``. 
 small matrices by terms in ``c = Q^T Z``, ``Q^T S Z`` and ``Q^T S Q`` only. So one product with Z serves random
 controls and the normal controls of any number of bases. The spans are those of ``control_bases`` with the same seed.
 
-S is symmetric: ``Z^T S Z = M + M^T`` with ``M = Z^T U Z``, U the upper half of S with half of its diagonal. In strips
-of columns that is little more than half of the multiplications of ``S Z``.
+S is symmetric, and all that is asked of ``Z^T S Z`` are sums against symmetric matrices. So ``Z^T U Z`` does as well, U
+the upper half of S with all but its diagonal doubled. In strips of columns that is little more than half of the
+multiplications of ``S Z``. Products with Q and ``S Q`` go along with the last strip.
 
 Draws lie as rows, a control after another, so that each small matrix is a product of two contiguous blocks.
 
@@ -15,7 +16,7 @@ Letters: S second moments, P bases, B draws, K the rank, D the width.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -27,8 +28,9 @@ from torch import Tensor
 from anisoscope.tangent.controls import gaussian_draws
 
 STRIP_COLUMNS = 128  # of the half of a second moment; narrower strips save less than they lose in speed
-CHUNK_ROWS = 1024  # rows of draws multiplied at a time: what is made of them is still in cache when it is used
+CHUNK_ROWS = 2048  # rows of draws multiplied at a time on a CPU
 HELD_BYTES = 80 << 20  # of draws kept for the next call: the two halves of a test with 199 controls of rank 64 at 768
+EVERY = slice(None)
 
 
 @dataclass(frozen=True)
@@ -100,75 +102,82 @@ class Draws:
         """The matrices, transposed."""
         return self.gaussians.z
 
-    @property
-    def flat(self) -> Float[Tensor, "d bk"]:
-        """All draws side by side, for one product."""
-        return self.z.flatten(0, 1).T
-
-    @cached_property
-    def within(self) -> Float[Tensor, "p b k k"]:
-        """``c = Q^T Z`` of each basis and draw, float64."""
-        return self.against(self.q)
-
-    @cached_property
-    def off(self) -> Float[Tensor, "p b k k"]:
-        """The inverse of ``Z^T Z - c^T c``, that of the draws projected off each basis."""
-        return _inverse(self.gaussians.inner - self.within.mT @ self.within)
-
     def against(self, columns: Float[Tensor, "s d k"]) -> Float[Tensor, "s b k k"]:
-        """``columns^T Z`` of each draw, float64."""
-        s, d, k = columns.shape
-        found = self.z @ columns.permute(1, 0, 2).reshape(d, s * k)
-        return found.unflatten(2, (s, k)).permute(2, 0, 3, 1).double()
+        """``columns^T Z`` of each draw."""
+        return (self.z @ columns[:, None]).mT
 
-    def random(self, form: Float[Tensor, "s b k k"]) -> Float[Tensor, "s b"]:
-        """``tr((Z^T Z)^-1 form)`` with ``form = Z^T S Z``."""
-        return (self.gaussians.inverse * form).sum(dim=(2, 3))
+    def random(self, form: Float[Tensor, "s b k k"], at: slice = EVERY) -> Float[Tensor, "s b"]:
+        """``tr((Z^T Z)^-1 form)`` of some draws, where ``Z^T S Z`` is the symmetric part of ``form``; float64."""
+        return (self.gaussians.inverse[at] * form).sum(dim=(2, 3))
 
     def normal(
-        self, at: int, form: Float[Tensor, "s b k k"], across: Float[Tensor, "s b k k"], own: Float[Tensor, "s k k"]
+        self,
+        within: Float[Tensor, "b k k"],
+        form: Float[Tensor, "s b k k"],
+        across: Float[Tensor, "s b k k"],
+        at: slice = EVERY,
     ) -> Float[Tensor, "s b"]:
-        """The same off basis number ``at``, for which ``across = Q^T S Z`` and ``own = Q^T S Q``.
+        """The same off a basis with ``c = Q^T Z`` within and ``across = Q^T S Z - Q^T S Q c / 2``.
 
-        ``tr(off (form - c^T across - across^T c + c^T own c))``, each term as a sum over entries.
+        ``tr(off (form - c^T across - across^T c))`` with ``off = (Z^T Z - c^T c)^-1``, that of the draws projected off
+        the basis; each term as a sum over entries.
         """
-        c, off = self.within[at], self.off[at]
-        mixer = c @ off
-        return (off * form).sum(dim=(2, 3)) + (mixer * (own[:, None] @ c - 2 * across)).sum(dim=(2, 3))
+        off = _inverse(self.gaussians.inner[at] - within.mT @ within)
+        mixer = within @ off.to(within.dtype)
+        return (off * form).sum(dim=(2, 3)) - 2 * (mixer * across).sum(dim=(2, 3), dtype=torch.float64)
 
     def of_moments(self, seconds: Float[Tensor, "s d d"]) -> tuple[Float[Tensor, "s b"], Float[Tensor, "p s b"]]:
-        """Energies (not yet shares) of random and of normal controls in each of several second moments."""
-        moments = seconds.to(self.z.dtype)
-        form = torch.stack([self._form(moment) for moment in moments])
-        normal = []
-        for at, q in enumerate(self.q):
-            held = moments @ q
-            own = (q.T @ held).double()
-            normal.append(self.normal(at, form, self.against(held), own))
-        random = self.random(form)
+        """Energies (not yet shares) of random and of normal controls in each of several second moments.
+
+        A few draws at a time on a CPU: what is made of them is still in its cache when it is used.
+        """
+        rights, (draws, rank, _) = self._rights(seconds.to(self.z.dtype)), self.z.shape
+        step = max(CHUNK_ROWS // rank, 1) if self.z.device.type == "cpu" else draws
+        found = [self._energies(slice(at, at + step), rights) for at in range(0, draws, step)]
+        random, normal = zip(*found, strict=True)
+        return torch.cat(random, dim=1), torch.cat(normal, dim=2)
+
+    def _rights(self, moments: Float[Tensor, "s d d"]) -> list[Tensor]:
+        """What draws are multiplied with, for each moment: the moment, the bases (once) and what it makes of them."""
+        rights = []
+        for number, moment in enumerate(moments):
+            held = moment @ self.q
+            # Half of Q^T S Q is taken off on both sides of the draws: no product with each of them is left for it.
+            lean = held - self.q @ (self.q.mT @ held) / 2
+            part = moment
+            if moment.device.type == "cpu":
+                part = moment.triu(1).mul_(2)
+                part.diagonal().copy_(moment.diagonal())
+            rights.append(torch.cat([part, *(() if number else self.q), *lean], dim=1))
+        return rights
+
+    def _energies(self, at: slice, rights: Sequence[Tensor]) -> tuple[Float[Tensor, "s b"], Float[Tensor, "p s b"]]:
+        """``of_moments`` of some draws."""
+        z, bases = self.z[at], len(self.q)
+        width, forms, columns = z.shape[2], list[Tensor](), list[Tensor]()
+        for right in rights:
+            images = _times_half(z, right) if z.device.type == "cpu" else z @ right
+            forms.append(z @ images[:, :, :width].mT)
+            columns.extend(images[:, :, width:].mT.split(z.shape[1], dim=1))
+        form = torch.stack(forms)
+        random = self.random(form, at)
+        within, across = columns[:bases], columns[bases:]
+        normal = [self.normal(c, form, torch.stack(across[p::bases]), at) for p, c in enumerate(within)]
         return random, torch.stack(normal) if normal else random.new_zeros(0, *random.shape)
 
-    def _form(self, moment: Float[Tensor, "d d"]) -> Float[Tensor, "b k k"]:
-        """``Z^T S Z`` of each draw, float64."""
-        if moment.device.type != "cpu":
-            return (self.z @ (self.z @ moment).mT).double()
-        half = moment.triu()
-        half.diagonal().mul_(0.5)
-        found = torch.cat([part @ _times_half(part, half).mT for part in self._chunks()]).double()
-        return found + found.mT
 
-    def _chunks(self) -> Iterator[Float[Tensor, "c k d"]]:
-        return iter(self.z.split(max(CHUNK_ROWS // self.z.shape[1], 1)))
+def _times_half(rows: Float[Tensor, "c k d"], right: Float[Tensor, "d w"]) -> Float[Tensor, "c k w"]:
+    """``rows @ right``, whose first D columns are upper triangular: strip by strip down to the diagonal.
 
-
-def _times_half(rows: Float[Tensor, "c k d"], half: Float[Tensor, "d d"]) -> Float[Tensor, "c k d"]:
-    """``rows @ half`` for an upper triangular half, strip by strip down to its diagonal."""
-    flat, width = rows.flatten(0, 1), len(half)
-    out = torch.empty_like(flat)
+    The columns behind them go with the last strip, which is as deep as they are.
+    """
+    flat, (width, whole) = rows.flatten(0, 1), right.shape
+    out = torch.empty(len(flat), whole, dtype=flat.dtype)
     for at in range(0, width, STRIP_COLUMNS):
         end = min(at + STRIP_COLUMNS, width)
-        torch.mm(flat[:, :end], half[:end, at:end], out=out[:, at:end])
-    return out.view_as(rows)
+        to = end if end < width else whole
+        torch.mm(flat[:, :end], right[:end, at:to], out=out[:, at:to])
+    return out.view(*rows.shape[:2], whole)
 
 
 def _inverse(inner: Float[Tensor, "*lead k k"]) -> Float[Tensor, "*lead k k"]:

@@ -137,9 +137,9 @@ def _drawn(
     random = drawn.random(form)[0] / found.total
     if not normal:
         return random, None
-    held = rows @ drawn.q[0]
-    across = (images @ held).mT.double()[None]
-    return random, drawn.normal(0, form, across, (held.T @ held).double()[None])[0] / found.total
+    within, held = drawn.against(drawn.q)[0], rows @ drawn.q[0]
+    across = (images @ held).mT - (held.T @ held) @ within / 2
+    return random, drawn.normal(within, form, across[None])[0] / found.total
 
 
 @dataclass(frozen=True)
