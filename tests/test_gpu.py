@@ -149,7 +149,7 @@ def test_spectra_of_many_sites_are_those_of_each():
         for _ in range(5)
     ]
     rows[1] = torch.nn.functional.layer_norm(rows[1], (300,))
-    rows[2] = rows[2] * torch.logspace(0, -4, 300)
+    rows[2] = rows[2] * torch.logspace(0, -3, 300)
     rows[3] = rows[3] + 50
     rows[4] = rows[4] * torch.nan
     names = ("spectral_ratio", "effective_rank", "isoscore")
