@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant("tangent/crossed.py", "(bottom - top).clamp_min(0)", "bottom", (CROSSED,)),
     Mutant("tangent/crossed.py", "2 * seed + other", "seed", (CROSSED,)),
     Mutant("tangent/crossed.py", "bases[name][other]", "bases[name][half]", (CROSSED,)),
-    Mutant("tangent/drawn.py", "inner - within.mT @ within", "inner + 0 * within", (ENERGY,)),
+    Mutant("tangent/drawn.py", "inner[at] - within.mT @ within", "inner[at] + 0 * within", (ENERGY,)),
     Mutant("tangent/drawn.py", "- 2 * (mixer * across)", "- (mixer * across)", (ENERGY,)),
     Mutant("tangent/energy.py", ".clamp_min(0) * (k / (d - k))", ".clamp_min(0) * (k / d)", (ENERGY, CROSSED)),
     Mutant("tangent/nulls.py", "left_top = top - 2 *", "left_top = top - 1 *", (ENERGY,)),
