@@ -65,6 +65,11 @@ class Types:
         return self.twice.nonzero().reshape(-1)
 
     @cached_property
+    def counts(self) -> tuple[_Counts, _Counts]:
+        """Log counts of those types and of all of them."""
+        return _Counts.of(self.log_count[self.often], self.weights[0]), _Counts.of(self.log_count, self.weights[1])
+
+    @cached_property
     def cells(self) -> list[tuple[_Cell, _Cell]]:
         """Types by bin: those with a centroid of their own, and all of them."""
         return [(_Cell.of(self, at, own=True), _Cell.of(self, at, own=False)) for at in range(self.number)]
@@ -112,37 +117,50 @@ def type_sums(x: Float[Tensor, "s n d"], types: Types) -> TypeSums:
     sums = x.new_zeros(2, sites, t, dtype=torch.float64)
     sums.view(-1, t).index_add_(1, types.index, torch.stack([own, overall]).flatten(0, 1))
     means = sums / types.size
-    drawn = [
-        _correlations(types.log_count[keep], mean[:, keep], weights)
-        for keep, mean, weights in (
-            (types.often, means[0], types.weights[0]),
-            (slice(None), means[1], types.weights[1]),
-        )
-    ]
+    own_side, all_sides = types.counts
+    drawn = [_correlations(own_side, means[0][:, types.often]), _correlations(all_sides, means[1])]
     return TypeSums(sums, torch.stack(drawn))
 
 
-def _correlations(
-    x: Float[Tensor, "t"], y: Float[Tensor, "s t"], weights: Float[Tensor, "b t"]
-) -> Float[Tensor, "two s b"]:
+@dataclass(frozen=True)
+class _Counts:
+    """What correlations with log counts need of the counts' side, under each weighting: it is the same at every look.
+
+    ``x`` about its plain mean, its sums, and its centred ranks times the weights.
+    """
+
+    x: Float[Tensor, "t"]
+    weights: Float[Tensor, "b t"]
+    total: Float[Tensor, "b"]
+    first: Float[Tensor, "b"]
+    spread: Float[Tensor, "b"]
+    ranks: Float[Tensor, "b t"]
+    rank_spread: Float[Tensor, "b"]
+
+    @classmethod
+    def of(cls, x: Float[Tensor, "t"], weights: Float[Tensor, "b t"]) -> _Counts:
+        total, x = weights.sum(dim=1), x - x.mean()
+        first = weights @ x
+        ranks = _centred_ranks(x[None], weights, total)[0]
+        weighted = weights * ranks
+        spread = weights @ x.square() - first**2 / total
+        return cls(x, weights, total, first, spread, weighted, (weighted * ranks).sum(dim=1))
+
+
+def _correlations(counts: _Counts, y: Float[Tensor, "s t"]) -> Float[Tensor, "two s b"]:
     """Pearson's and Spearman's correlation of each site under each weighting; NaN where a side is constant."""
-    total = weights.sum(dim=1)
-    x, y = x - x.mean(), y - y.mean(dim=1, keepdim=True)
+    weights, total = counts.weights, counts.total
+    y = y - y.mean(dim=1, keepdim=True)
     # About the plain means: sums of products lose no digits to the means of the draws.
-    m = weights @ torch.cat([x[None], x.square()[None], y, y.square(), y * x]).T
-    sites = len(y)
-    sx, sxx = m[:, 0], m[:, 1]
-    sy, syy, sxy = m[:, 2:].T.unflatten(0, (3, sites))
-    pearson = (sxy - sx * sy / total) / ((sxx - sx**2 / total) * (syy - sy**2 / total)).sqrt()
-    a = _centred_ranks(x[None], weights, total)[0]
-    spread = (weights * a * a).sum(dim=1)
+    sy, syy, sxy = (torch.stack([y, y.square(), y * counts.x]).flatten(0, 1) @ weights.T).unflatten(0, (3, len(y)))
+    pearson = (sxy - counts.first * sy / total) / (counts.spread * (syy - sy**2 / total)).sqrt()
     step = max(1, RANK_CELLS // weights.numel())
     spearman = []
     for some in y.split(step):
         b = _centred_ranks(some, weights, total)
-        weighted = weights * b
-        spearman.append((weighted * a).sum(dim=2) / (spread * (weighted * b).sum(dim=2)).sqrt())
-    return torch.stack([pearson, torch.cat(spearman)])
+        own = (b * weights).mul_(b).sum(dim=2)
+        spearman.append((counts.ranks * b).sum(dim=2) / (counts.rank_spread * own).sqrt())
+    return torch.stack([pearson, spearman[0] if len(spearman) == 1 else torch.cat(spearman)])
 
 
 def _centred_ranks(
