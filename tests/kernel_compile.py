@@ -6,14 +6,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from anisoscope.kernels import codes, controls, factors, nearest, rows, tridiagonal, visits
+from anisoscope.kernels import codes, controls, factors, nearest, pairs, rows, tridiagonal, visits
 
 TARGET = GPUTarget("cuda", 90, 32)
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
             "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws")  # fmt: skip
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
 TRIDIAGONAL = {
-    tridiagonal.reduce_panel: {"PP": 32, "K": tridiagonal.PANEL, "W": 1024, "R": 4, "B": 64},
+    tridiagonal.reduce_panel: {"PP": 16, "K": tridiagonal.PANEL, "W": 1024, "R": 4, "B": 64},
     tridiagonal.bisect: {"HALVINGS": 55, "G": tridiagonal.GROUP, "B": 64},
     tridiagonal.factor_shifted: {"N": 36, "B": 64},
     tridiagonal.sum_forms: {"N": 36, "B": 128},
@@ -48,6 +48,7 @@ def main():
     found = {
         "controls": compiled(controls.controls, {"K": 16, "P": 16}, **small | near),
         "controls of 32": compiled(controls.controls, {"K": 30, "P": 32}, **small),
+        "bias_sums": compiled(pairs.bias_sums, {"B": pairs.PLACES}, values="*fp64", out="*fp64"),
         "inverse_factors": compiled(factors.inverse_factors, {"K": 32, "P": 32}, out="*fp64", **flags),
         "codes_of_rows": compiled(rows.codes_of_rows, tile, weights="*i64", out="*i64"),
         "copies_among": compiled(rows.copies_among, tile, codes="*i64", order="*i64", copy="*i1", clash="*i1"),

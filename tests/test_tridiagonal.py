@@ -47,6 +47,7 @@ def test_the_same_matrix_gives_the_same_bits(kernels):
 
 def test_bisection(kernels):
     assert max(kernels["bisected"]) < 4e-15 and kernels["ascending"], kernels["bisected"]
+    assert kernels["vanishing"] < 4e-15, "points where minors are exactly zero"
 
 
 def test_forms_and_leading_vectors_by_kernels(kernels):
@@ -147,8 +148,11 @@ def test_forms_of_what_is_not_finite():
 def test_the_rule_can_be_read():
     a = torch.zeros(8, 512, 512, dtype=torch.float64)
     assert not fits(a), "no GPU"
-    assert programs_each(25, 132) == 10 and programs_each(14, 132) == 18 and programs_each(500, 132) == 1
+    assert programs_each(25, 2048, 132) == 10, "two a processor"
+    assert programs_each(14, 896, 132) == 9 and programs_each(9, 384, 132) == 14, "one a processor"
+    assert programs_each(500, 2048, 132) == 1 and programs_each(1, 384, 132) == tridiagonal.MOST_PROGRAMS
     for many in range(1, 133):
-        assert many * programs_each(many, 132) <= 132 * tridiagonal.RESIDENT, "all must run at once"
+        assert many * programs_each(many, 896, 132) <= 132, "all must run at once"
+        assert many * programs_each(many, 2048, 132) <= 264
     assert tridiagonal.POLE_COUNT % 4 == 0 and tridiagonal.POLE_COUNT <= 64
     assert tridiagonal.NEGLIGIBLE**4 > 1e-200, "a group of steps of a Sturm sequence must not vanish"

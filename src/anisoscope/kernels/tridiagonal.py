@@ -24,13 +24,16 @@ TINY = tl.constexpr(1e-280)  # squares of a matrix of entries about one below wh
 
 
 @triton.jit
-def _meet(counter, target):
-    """What any program of a matrix wrote before is seen after by all of them, where they read past their own caches.
-
-    That is by loads marked ``.cg``; what a program alone writes it may read in any way.
-    """
+def _arrive(counter):
+    """Let the other programs of the matrix know that this one has written what they wait for."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def _wait(counter, target):
+    """What any program of the matrix wrote before it arrived is seen from here on, where they read past their own
+    caches: by loads marked ``.cg``. What a program alone writes it may read in any way."""
     while tl.load(counter, volatile=True) < target:
         pass
     tl.debug_barrier()
@@ -49,16 +52,140 @@ def _reflection(alpha, tail):
 
 
 @triton.jit
-def _block(a, x, down, block, blocks, places, c, low, S, R: tl.constexpr):
-    """Columns c of a block of rows, up to the end of the square on the diagonal; of the column there, and of what the
-    stripe before gave. Beyond the last block there is nothing to read."""
+def _first_block(done, low, own, P, R: tl.constexpr):
+    """The first block of rows of a program in a stripe; a row is always with the same program."""
+    begin = tl.maximum(done + 1, low) // R
+    return begin + (own + P - begin % P) % P
+
+
+@triton.jit
+def _tile(a, block, blocks, c, S, R: tl.constexpr):
+    """Columns c of a block of rows, up to the end of the square on the diagonal; nothing beyond the last block."""
     there = tl.minimum(block, blocks - 1) * R
     end = tl.where(block < blocks, there + R, 0)
-    tile = tl.load(a + there * S + places, mask=(c < end)[None, :], other=0.0)
-    r = there + tl.arange(0, R)
-    entries = tl.load(x + r, cache_modifier=".cg")
-    before = tl.load(down + r, mask=r < tl.where(low > 0, there + R, 0), other=0.0, cache_modifier=".cg")
-    return tile, entries, before
+    places = tl.arange(0, R)[:, None] * S + c[None, :]
+    return tl.load(a + there * S + places, mask=(c < end)[None, :], other=0.0)
+
+
+@triton.jit
+def _entries(x, down, block, blocks, low, R: tl.constexpr):
+    """Of the column in a block of rows, and of what the stripe before gave there."""
+    r = tl.minimum(block, blocks - 1) * R + tl.arange(0, R)
+    before = tl.load(down + r, mask=r < tl.where(low > 0, blocks * R, 0), other=0.0, cache_modifier=".cg")
+    return tl.load(x + r, cache_modifier=".cg"), before
+
+
+@triton.jit
+def _share_of_column(
+    a, v, w, diagonal, x, across, down, sums, squares, forms, own, n, room, S, P, done, columns,
+    tau, scale, with_v, with_w, row_v, row_w, PP: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """What a program does to its own rows: the companion of the column before, then column ``done``, and their sums."""
+    k = tl.arange(0, K)
+    q = tl.arange(0, PP)
+    share = tl.cdiv(tl.cdiv(n, P), B) * B
+    start = own * share
+    stop = tl.minimum(start + share, n)
+    bound = tl.where(done > 0, stop, 0)
+    programs = tl.where(done > 0, P, 0)
+    at = tl.minimum(done, n - 1)
+    square = tl.zeros((B,), dtype=tl.float64)
+    last_v = tl.zeros((B,), dtype=tl.float64)
+    last_w = tl.zeros((B,), dtype=tl.float64)
+    all_v = tl.zeros((K, B), dtype=tl.float64)
+    all_w = tl.zeros((K, B), dtype=tl.float64)
+    for low in range(start, stop, B):
+        i = low + tl.arange(0, B)
+        # Loads are masked by what is aligned; what they bring beyond the share or before the column is left out.
+        there = i < room
+        earlier = (k < done - 1)[:, None] & there[None, :]
+        tile_v = tl.load(v + k[:, None] * S + i[None, :], mask=earlier, other=0.0)
+        tile_w = tl.load(w + k[:, None] * S + i[None, :], mask=earlier, other=0.0)
+        shared = (q < programs)[:, None] & there[None, :]
+        parts = tl.load(across + q[:, None] * S + i[None, :], mask=shared, other=0.0, cache_modifier=".cg")
+        product = tl.load(down + i, mask=there, other=0.0, cache_modifier=".cg")
+        one_v = tl.load(x + i, mask=there, other=0.0)
+        value = tl.load(a + at * S + i, mask=there, other=0.0)
+        # What all programs need of that companion: its entry in the row of this column.
+        form = tl.load(forms + q, mask=q < programs, other=0.0, cache_modifier=".cg")
+        corner = tl.load(across + q * S + at, mask=q < programs, other=0.0, cache_modifier=".cg")
+        middle = tl.load(down + at, mask=done > 0, other=0.0, cache_modifier=".cg")
+        alpha = -0.5 * tau * tau * (tl.sum(form, axis=0) - 2 * tl.sum(with_v * with_w, axis=0))
+        middle += tl.sum(corner, axis=0) - tl.sum(row_v * with_w + row_w * with_v, axis=0)
+        middle = tau * middle + alpha
+
+        live = (i < bound) & (i >= done)
+        one_v = tl.where(live, tl.where(i == done, 1.0, one_v * scale), 0.0)
+        product += tl.sum(parts, axis=0) - tl.sum(tile_v * with_w[:, None] + tile_w * with_v[:, None], axis=0)
+        one_w = tl.where(live, tau * product + alpha * one_v, 0.0)
+        tl.store(v + (done - 1) * S + i, one_v, mask=i < bound)
+        tl.store(w + (done - 1) * S + i, one_w, mask=i < bound)
+        value -= tl.sum(tile_v * row_w[:, None] + tile_w * row_v[:, None], axis=0) + (one_v * middle + one_w)
+        more = (i < tl.where(done < columns, stop, 0)) & (i >= done)
+        tl.store(x + i, value, mask=more)
+        tl.store(diagonal + i, value, mask=more & (i == done))
+        tail = tl.where(more & (i >= done + 2), value, 0.0)
+        square += tail * tail
+        last_v += one_v * tail
+        last_w += one_w * tail
+        all_v += tile_v * tail[None, :]
+        all_w += tile_w * tail[None, :]
+    place = sums + own * 2 * K + k
+    tl.store(place, tl.where(k == done - 1, tl.sum(last_v, axis=0), tl.sum(all_v, axis=1)))
+    tl.store(place + K, tl.where(k == done - 1, tl.sum(last_w, axis=0), tl.sum(all_w, axis=1)))
+    tl.store(squares + own, tl.sum(square, axis=0))
+
+
+@triton.jit
+def _earlier_columns(v, w, sums, n, S, P, done, PP: tl.constexpr, K: tl.constexpr):
+    """Of reflectors and companions before column ``done``: products with its tail, by program, and their next row."""
+    k = tl.arange(0, K)
+    q = tl.arange(0, PP)
+    whose = (q < P)[:, None] & (k < done)[None, :]
+    place = sums + q[:, None] * 2 * K + k[None, :]
+    sum_v = tl.load(place, mask=whose, other=0.0, cache_modifier=".cg")
+    sum_w = tl.load(place + K, mask=whose, other=0.0, cache_modifier=".cg")
+    row = k < tl.where(done + 1 < n, done, 0)
+    row_v = tl.load(v + k * S + done + 1, mask=row, other=0.0, cache_modifier=".cg")
+    row_w = tl.load(w + k * S + done + 1, mask=row, other=0.0, cache_modifier=".cg")
+    return sum_v, sum_w, row_v, row_w
+
+
+@triton.jit
+def _share_of_product(
+    a, x, across, down, forms, coming, x_c, x_r, before, scale, begin, blocks, own, n, room, S, P, done,
+    W: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """A program's blocks of rows times the reflector: what is below the diagonal counts for both its places.
+
+    ``coming`` is the first tile, ``x_c``, ``x_r`` and ``before`` what belongs to it.
+    """
+    c = tl.arange(0, W)
+    form = tl.zeros((), dtype=tl.float64)
+    for low in range(0, n, W):
+        v_c = tl.where(c > done + 1, x_c * scale, tl.where(c == done + 1, 1.0, 0.0))
+        below = tl.zeros((W,), dtype=tl.float64)
+        form_r = tl.zeros((R,), dtype=tl.float64)
+        for block in range(begin, blocks, P):
+            tile, sofar, r = coming, before, block * R + tl.arange(0, R)
+            v_r = tl.where(r > done + 1, x_r * scale, tl.where(r == done + 1, 1.0, 0.0))
+            coming = _tile(a, block + P, blocks, c, S, R)
+            x_r, before = _entries(x, down, block + P, blocks, low, R)
+            along = tl.sum(tile * v_c[None, :], axis=1)
+            # All of the square on the diagonal has been counted.
+            below += tl.where(c < block * R, tl.sum(tile * v_r[:, None], axis=0), 0.0)
+            tl.store(down + r, sofar + along)
+            form_r += along * v_r
+        tl.store(across + own * S + c, below, mask=c < room)
+        form += tl.sum(form_r, axis=0) + tl.sum(below * v_c, axis=0)
+        if low + W < n:
+            tl.debug_barrier()
+            c += W
+            begin = _first_block(done, low + W, own, P, R)
+            coming = _tile(a, begin, blocks, c, S, R)
+            x_c = tl.load(x + c, mask=c < room, other=0.0, cache_modifier=".cg")
+            x_r, before = _entries(x, down, begin, blocks, low + W, R)
+    tl.store(forms + own, form)
 
 
 @triton.jit(do_not_specialize=["D", "columns", "met", "P"])
@@ -95,113 +222,42 @@ def reduce_panel(
     squares += matrix * P
     forms += matrix * P
     counter += matrix
-    k = tl.arange(0, K)
     q = tl.arange(0, PP)
-    share = tl.cdiv(tl.cdiv(n, P), B) * B
-    start = own * share
-    stop = tl.minimum(start + share, n)
+    c = tl.arange(0, W)
     blocks = tl.cdiv(n, R)
     tau = tl.zeros((), dtype=tl.float64)
     scale = tl.zeros((), dtype=tl.float64)
     with_v = tl.zeros((K,), dtype=tl.float64)
-    with_w = tl.zeros((K,), dtype=tl.float64)
-    row_v = tl.zeros((K,), dtype=tl.float64)
-    row_w = tl.zeros((K,), dtype=tl.float64)
+    with_w, row_v, row_w = with_v, with_v, with_v
     for done in range(0, columns + 1):
-        # The share of a program: the companion of the column before, then this column.
-        bound = tl.where(done > 0, stop, 0)
-        programs = tl.where(done > 0, P, 0)
-        at = tl.minimum(done, n - 1)
-        square = tl.zeros((B,), dtype=tl.float64)
-        last_v = tl.zeros((B,), dtype=tl.float64)
-        last_w = tl.zeros((B,), dtype=tl.float64)
-        all_v = tl.zeros((K, B), dtype=tl.float64)
-        all_w = tl.zeros((K, B), dtype=tl.float64)
-        for low in range(start, stop, B):
-            i = low + tl.arange(0, B)
-            left = (i < stop) & (i >= done)
-            live = (i < bound) & (i >= done)
-            earlier = (k < done - 1)[:, None] & left[None, :]
-            tile_v = tl.load(v + k[:, None] * S + i[None, :], mask=earlier, other=0.0)
-            tile_w = tl.load(w + k[:, None] * S + i[None, :], mask=earlier, other=0.0)
-            shared = (q < programs)[:, None] & live[None, :]
-            parts = tl.load(across + q[:, None] * S + i[None, :], mask=shared, other=0.0, cache_modifier=".cg")
-            product = tl.load(down + i, mask=live, other=0.0, cache_modifier=".cg")
-            one_v = tl.load(x + i, mask=live, other=0.0)
-            value = tl.load(a + done * S + i, mask=left, other=0.0)
-            # What all programs need of that companion: its entry in the row of this column.
-            form = tl.load(forms + q, mask=q < programs, other=0.0, cache_modifier=".cg")
-            corner = tl.load(across + q * S + at, mask=q < programs, other=0.0, cache_modifier=".cg")
-            middle = tl.load(down + at, mask=done > 0, other=0.0, cache_modifier=".cg")
-            alpha = -0.5 * tau * tau * (tl.sum(form, axis=0) - 2 * tl.sum(with_v * with_w, axis=0))
-            middle += tl.sum(corner, axis=0) - tl.sum(row_v * with_w + row_w * with_v, axis=0)
-            middle = tau * middle + alpha
-
-            one_v = tl.where(live & (i == done), 1.0, one_v * scale)
-            product += tl.sum(parts, axis=0) - tl.sum(tile_v * with_w[:, None] + tile_w * with_v[:, None], axis=0)
-            one_w = tl.where(live, tau * product + alpha * one_v, 0.0)
-            tl.store(v + (done - 1) * S + i, one_v, mask=i < bound)
-            tl.store(w + (done - 1) * S + i, one_w, mask=i < bound)
-            value -= tl.sum(tile_v * row_w[:, None] + tile_w * row_v[:, None], axis=0) + (one_v * middle + one_w)
-            more = (i < tl.where(done < columns, stop, 0)) & (i >= done)
-            tl.store(x + i, value, mask=more)
-            tl.store(diagonal + i, value, mask=more & (i == done))
-            tail = tl.where(left & (i >= done + 2), value, 0.0)
-            square += tail * tail
-            last_v += one_v * tail
-            last_w += one_w * tail
-            all_v += tile_v * tail[None, :]
-            all_w += tile_w * tail[None, :]
+        _share_of_column(
+            a, v, w, diagonal, x, across, down, sums, squares, forms, own, n, room, S, P, done, columns,
+            tau, scale, with_v, with_w, row_v, row_w, PP, K, B,
+        )  # fmt: skip
         if done < columns:
-            newest = k == done - 1
-            place = sums + own * 2 * K + k
-            tl.store(place, tl.where(newest, tl.sum(last_v, axis=0), tl.sum(all_v, axis=1)))
-            tl.store(place + K, tl.where(newest, tl.sum(last_w, axis=0), tl.sum(all_w, axis=1)))
-            tl.store(squares + own, tl.sum(square, axis=0))
-            _meet(counter, P * (met + 2 * done + 1))
+            _arrive(counter)
+            begin = _first_block(done, 0, own, P, R)
+            coming = _tile(a, begin, blocks, c, S, R)  # while the others arrive
+            _wait(counter, P * (met + 2 * done + 1))
 
             # Everything that is asked for at once: each answer is a long way off.
             tail = tl.load(squares + q, mask=q < P, other=0.0, cache_modifier=".cg")
             alpha = tl.load(x + done + 1, mask=done + 1 < n, other=0.0, cache_modifier=".cg")
-            whose = (q < P)[:, None] & (k < done)[None, :]
-            place = sums + q[:, None] * 2 * K + k[None, :]
-            sum_v = tl.load(place, mask=whose, other=0.0, cache_modifier=".cg")
-            sum_w = tl.load(place + K, mask=whose, other=0.0, cache_modifier=".cg")
-            row = k < tl.where(done + 1 < n, done, 0)
-            row_v = tl.load(v + k * S + done + 1, mask=row, other=0.0, cache_modifier=".cg")
-            row_w = tl.load(w + k * S + done + 1, mask=row, other=0.0, cache_modifier=".cg")
+            x_c = tl.load(x + c, mask=c < room, other=0.0, cache_modifier=".cg")
+            x_r, before = _entries(x, down, begin, blocks, 0, R)
+            sum_v, sum_w, row_v, row_w = _earlier_columns(v, w, sums, n, S, P, done, PP, K)
             beta, tau, scale = _reflection(alpha, tl.sum(tail, axis=0))
             with_v = scale * tl.sum(sum_v, axis=0) + row_v
             with_w = scale * tl.sum(sum_w, axis=0) + row_w
             if own == 0:
                 tl.store(off + done, beta)
                 tl.store(taus + done, tau)
-            # The product of the matrix with the reflector: what is below the diagonal counts for both its places.
-            form = tl.zeros((), dtype=tl.float64)
-            for low in range(0, n, W):
-                c = low + tl.arange(0, W)
-                places = tl.arange(0, R)[:, None] * S + c[None, :]
-                begin = tl.maximum(done + 1, low) // R
-                begin += (own + P - begin % P) % P  # a row is always with the same program
-                coming, x_r, before = _block(a, x, down, begin, blocks, places, c, low, S, R)
-                v_c = tl.load(x + c, mask=c < room, other=0.0, cache_modifier=".cg")
-                v_c = tl.where(c > done + 1, v_c * scale, tl.where(c == done + 1, 1.0, 0.0))
-                below = tl.zeros((W,), dtype=tl.float64)
-                form_r = tl.zeros((R,), dtype=tl.float64)
-                for block in range(begin, blocks, P):
-                    tile, sofar, r = coming, before, block * R + tl.arange(0, R)
-                    v_r = tl.where(r > done + 1, x_r * scale, tl.where(r == done + 1, 1.0, 0.0))
-                    coming, x_r, before = _block(a, x, down, block + P, blocks, places, c, low, S, R)
-                    along = tl.sum(tile * v_c[None, :], axis=1)
-                    # All of the square on the diagonal has been counted.
-                    below += tl.where(c < block * R, tl.sum(tile * v_r[:, None], axis=0), 0.0)
-                    tl.store(down + r, sofar + along)
-                    form_r += along * v_r
-                tl.store(across + own * S + c, below, mask=c < room)
-                form += tl.sum(form_r, axis=0) + tl.sum(below * v_c, axis=0)
-                tl.debug_barrier()
-            tl.store(forms + own, form)
-            _meet(counter, P * (met + 2 * done + 2))
+            _share_of_product(
+                a, x, across, down, forms, coming, x_c, x_r, before, scale, begin, blocks, own, n, room, S, P, done,
+                W, R,
+            )  # fmt: skip
+            _arrive(counter)
+            _wait(counter, P * (met + 2 * done + 2))
 
 
 @triton.jit(do_not_specialize=["D", "length"])

@@ -7,9 +7,6 @@ rational sum of f, one factorisation of a tridiagonal matrix for each of its pol
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,14 +18,18 @@ from jaxtyping import Float
 from scipy import linalg
 from torch import Tensor
 
+from anisoscope.kernels import has_triton, kernels_of
+
 LEAST_WIDTH = 256  # below it a library's decomposition is about as fast
 MOST_WIDTH = 2560  # above it nothing has been measured
 LEAST_MATRICES = 4  # one matrix alone is better left to a library
 
 STRIPE, TILE_ROWS = 1024, 4  # of a matrix that a program holds at a time: 32 KiB, and as much on its way
 SHARE = 64  # a program's share of a column is a multiple of it
-WARPS, REGISTERS, RESIDENT = 8, 128, 2  # with so many registers so many programs fit on a processor
-MOST_PROGRAMS = 32  # that share a matrix
+WARPS = 8
+MANY_ROWS = 1536  # widths from which two programs on a processor, with half the registers, read faster than one
+HALF_REGISTERS = 128
+FEW_PROGRAMS, MOST_PROGRAMS = 16, 32  # that share a matrix: kernels are made for the one or the other
 ALIGNED = 16  # lengths of rows are multiples of it: one compiled kernel for all widths
 
 HALVINGS = 55  # from twice the norm to less than its rounding
@@ -51,13 +52,16 @@ def fits(matrices: Tensor) -> bool:
         and matrices.dtype == torch.float64
         and many >= LEAST_MATRICES
         and LEAST_WIDTH <= width <= MOST_WIDTH
-        and importlib.util.find_spec("triton") is not None
+        and has_triton()
     )
 
 
-def programs_each(many: int, processors: int) -> int:
-    """Programs that share a matrix: they wait for one another, so all must run at once."""
-    return min(MOST_PROGRAMS, max(1, processors * RESIDENT // many))
+def programs_each(many: int, width: int, processors: int) -> int:
+    """Programs that share a matrix: they wait for one another, so all must run at once.
+
+    One a processor; two for wide matrices, whose products take longer than the meetings.
+    """
+    return min(MOST_PROGRAMS, max(1, processors * (2 if width >= MANY_ROWS else 1) // many))
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class Tridiagonal:
         least = EPS * values[:, -1].clamp_min(0)
         if not _by_kernels(turned):
             return _plain_forms(turned, self.diagonal, self.off, shifts, weights)
-        kernels, (many, width, n) = _kernels(), turned.shape
+        kernels, (many, width, n) = kernels_of("tridiagonal"), turned.shape
         ratios, shares = self.diagonal.new_empty(2, many, width, POLE_COUNT)
         kernels.factor_shifted[(many,)](
             self.diagonal, _filled(self.off), shifts.contiguous(), weights.contiguous(), least.contiguous(),
@@ -149,8 +153,9 @@ def reduced(matrices: Float[Tensor, "m d d"], programs: int | None = None) -> Tr
 
 def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], programs: int | None) -> Tridiagonal:
     """The reduction by panels, over a copy whose rows become the reflectors."""
-    kernels, (many, width, _), new = _kernels(), matrices.shape, matrices.new_zeros
-    each = programs or programs_each(many, torch.cuda.get_device_properties(matrices.device).multi_processor_count)
+    kernels, (many, width, _), new = kernels_of("tridiagonal"), matrices.shape, matrices.new_zeros
+    processors = torch.cuda.get_device_properties(matrices.device).multi_processor_count if matrices.is_cuda else 1
+    each = programs or programs_each(many, width, processors)
     panel, stride = kernels.PANEL, -(-width // ALIGNED) * ALIGNED
     whole = new(many, stride, stride) if stride > width else torch.empty_like(matrices)
     a = whole[:, :width, :width]
@@ -159,15 +164,17 @@ def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], pr
     diagonal, off, taus, x, down = (new(many, stride) for _ in range(5))
     squares, forms = new(many, each), new(many, each)
     counter = torch.zeros(many, dtype=torch.int32, device=matrices.device)
-    options: dict[str, Any] = {"maxnreg": REGISTERS, "launch_cooperative_grid": True} if matrices.is_cuda else {}
-    if each == 1:
-        options.pop("launch_cooperative_grid", None)  # nobody waits, and there may be more than run at once
+    options: dict[str, Any] = {"num_warps": WARPS, "PP": FEW_PROGRAMS if each <= FEW_PROGRAMS else MOST_PROGRAMS}
+    if each > 1 and matrices.is_cuda:
+        options["launch_cooperative_grid"] = True  # refused, not begun, where not all of them can run at once
+    if many * each > processors and matrices.is_cuda:
+        options["maxnreg"] = HALF_REGISTERS
     for first in range(0, width, panel):
         columns = min(panel, width - first)
         kernels.reduce_panel[(many * each,)](
             whole, pairs, diagonal, off, taus, x, across, down, sums, squares, forms, counter,
             width, stride, first, columns, 2 * first, each,
-            PP=MOST_PROGRAMS, K=panel, W=STRIPE, R=TILE_ROWS, B=SHARE, num_warps=WARPS, **options,
+            K=panel, W=STRIPE, R=TILE_ROWS, B=SHARE, **options,
         )  # fmt: skip
         after = first + columns
         if after < width:
@@ -191,7 +198,7 @@ def eigenvalues(diagonal: Float[Tensor, "m d"], off: Float[Tensor, "m e"]) -> Fl
 
 def _bisected(d: Float[Tensor, "m d"], e: Float[Tensor, "m e"]) -> Float[Tensor, "m d"]:
     """Of matrices of norm one."""
-    kernels, (many, width) = _kernels(), d.shape
+    kernels, (many, width) = kernels_of("tridiagonal"), d.shape
     length = -(-width // kernels.GROUP) * kernels.GROUP
     # What fills up the last group is a matrix by itself with eigenvalues above all that are looked for.
     filled = torch.nn.functional.pad(d, (0, length - width), value=4.0)
@@ -253,7 +260,7 @@ def leading_vector(t: Tridiagonal, value: Float[Tensor, "m"]) -> Float[Tensor, "
     # A little above, so that the shifted matrix is definite and no pivot grows.
     above = value + 4 * EPS * value.abs()
     if _by_kernels(t.diagonal):
-        kernels, (many, width) = _kernels(), t.diagonal.shape
+        kernels, (many, width) = kernels_of("tridiagonal"), t.diagonal.shape
         least = (EPS * EPS * value.abs()).clamp_min(torch.finfo(value.dtype).tiny)
         ratios, pivots = t.diagonal.new_empty(2, many, 2, width)
         vectors = torch.empty_like(t.diagonal)
@@ -272,12 +279,6 @@ def _filled(off: Float[Tensor, "m e"]) -> Float[Tensor, "m d"]:
 
 def _by_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda
-
-
-@functools.cache
-def _kernels() -> Any:
-    """The module of kernels, which cannot be imported without Triton."""
-    return importlib.import_module("anisoscope.kernels.tridiagonal")
 
 
 # The same by LAPACK, one matrix after another, where there is no GPU.
