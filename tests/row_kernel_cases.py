@@ -9,7 +9,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from kernel_cases import brute_force, draw
 
-from anisoscope.measures import leading, neighbors_fused, row_kernels, stacked_masked, stacked_neighbors
+from anisoscope.measures import leading, neighbors_fused, row_kernels, stacked, stacked_masked, stacked_neighbors
+from anisoscope.measures.spectrum import trace_bias
 from anisoscope.tangent import visits as visits_of
 from anisoscope.tangent.descent import solved, swept
 
@@ -142,10 +143,32 @@ def factors():
     }  # fmt: skip
 
 
+def biases():
+    """Sums over pairs of eigenvalues: spread out, nearly equal, with zeros; of a number that fills no tile."""
+    values = torch.stack([
+        torch.logspace(0, -6, 70, dtype=torch.float64),
+        1 + 1e-7 * torch.arange(70, dtype=torch.float64).flip(0),
+        torch.where(torch.arange(70) < 40, torch.logspace(0, -3, 70, dtype=torch.float64), 0.0),
+    ])  # fmt: skip
+    values = values / values.sum(dim=1, keepdim=True)
+    mine = stacked.bias_sums(values) / 200
+    plain = torch.stack(stacked._plain_biases(values, 100), dim=1)
+    slow = [
+        [
+            trace_bias(one, lambda v: 0.5 / v.sqrt(), lambda m: -0.25 / m**1.5, 100),
+            trace_bias(one, lambda v: (v.log() + 2) / (4 * v.sqrt()), lambda m: -m.log() / (8 * m**1.5), 100),
+        ]
+        for one in values
+    ]
+    slow = torch.tensor(slow, dtype=torch.float64)
+    return {"plain": float((mine / plain - 1).abs().max()), "slow": float((mine / slow - 1).abs().max())}
+
+
 if __name__ == "__main__":
     print(
         json.dumps(
             {
+                "biases": biases,
                 "factors": factors,
                 "copies": copies,
                 "halves": halves,

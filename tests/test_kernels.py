@@ -105,6 +105,11 @@ def test_half_steps_that_visit_each_row_once():
     assert found["worst"] < 1e-5 and found["warm"] < 1e-4 and found["kept"] and found["idle"] == 0, found
 
 
+def test_biases_of_the_effective_rank():
+    found = run("biases", script="row_kernel_cases.py")
+    assert found["plain"] < 1e-10 and found["slow"] < 1e-10, found
+
+
 def test_inverses_of_triangular_factors():
     found = run("factors", script="row_kernel_cases.py")
     assert found["good"] == [True, False, False, True] and found["finite"] and found["upper"] == 0, found

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
+from anisoscope.kernels import has_triton, kernels_of
 from anisoscope.measures import stacked_masked
 from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order, unless_biased
 from anisoscope.measures.later import fetched
@@ -211,6 +212,22 @@ def _of_spectrum(sums: _Sums, spectra: Spectra) -> dict[str, Tensor]:
 
 def _biases(values: Float[Tensor, "s r"], dof: int) -> tuple[Float[Tensor, "s"], Float[Tensor, "s"]]:
     """``spectrum.trace_bias`` of ``sum sigma`` and of ``sum sigma log sigma``; zeros count for nothing."""
+    if values.device.type == "cuda" and has_triton():
+        found = bias_sums(values) / (2 * dof)
+        return found[:, 0], found[:, 1]
+    return _plain_biases(values, dof)
+
+
+def bias_sums(values: Float[Tensor, "s r"]) -> Float[Tensor, "s two"]:
+    """Twice the degrees of freedom times both, by the kernel."""
+    kernels, (sites, count) = kernels_of("pairs"), values.shape
+    blocks = -(-count // kernels.PLACES)
+    out = values.new_empty(sites, 2, blocks)
+    kernels.bias_sums[(blocks, sites)](values.contiguous(), out, count, B=kernels.PLACES, num_warps=4)
+    return out.sum(dim=2)
+
+
+def _plain_biases(values: Float[Tensor, "s r"], dof: int) -> tuple[Float[Tensor, "s"], Float[Tensor, "s"]]:
     eye = torch.eye(values.shape[1], dtype=torch.float64, device=values.device)
     weight = values[:, :, None] * values[:, None, :] * (1 + eye)
     values = torch.where(values > 0, values, 1.0)
