@@ -118,31 +118,42 @@ def _blocks(weights: Tensor) -> list[_Block]:
 
 @dataclass(frozen=True)
 class _Sweeps:
-    """Codes to be swept in place. Views of them are made once: for short rows they cost as much as the arithmetic."""
+    """Codes to be swept in place. Views of them are made once: for short rows they cost as much as the arithmetic.
+
+    ``views``: for each block, for each concept, what it aims at, codes that have changed, the weights on them, and its
+    own codes. ``spare`` is memory for aims, or for one of them.
+    """
 
     z: Tensor
     target: Tensor
     blocks: Sequence[_Block]
-    views: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]]  # changed codes, weights on them, codes to be set
+    views: Sequence[Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]]
     spare: Tensor
 
     @classmethod
     def of(cls, z: Tensor, target: Tensor, blocks: Sequence[_Block]) -> _Sweeps:
+        apart = blocks[0].before is None
+        spare = torch.empty_like(z[0] if apart else z[:BLOCK_CONCEPTS])
         views = []
         for block in blocks:
-            own = z[block.concepts]
-            views.append([(own[: len(some)].T, some, own[j]) for j, some in enumerate(block.changed)])
-        return cls(z, target, blocks, views, torch.empty_like(z[0]))
+            own, aims = z[block.concepts], target if apart else spare
+            changes = enumerate(block.changed)
+            views.append([(aims[j], own[: len(weights)].T, weights, own[j]) for j, weights in changes])
+        return cls(z, target, blocks, views, spare)
 
     def sweep(self) -> None:
         """One round over all codes, concept after concept; within a block nothing but the block has changed."""
         for block, views in zip(self.blocks, self.views, strict=True):
-            rest = self.target[block.concepts]
-            if block.before is not None:
-                rest = torch.addmm(rest, block.before, self.z, alpha=-1)
-            for aim, (changed, weights, codes) in zip(rest.unbind(0), views, strict=True):
+            if block.before is None:
+                for aim, changed, weights, codes in views:
+                    torch.addmv(aim, changed, weights, alpha=-1, out=self.spare)
+                    torch.clamp_min(self.spare, 0, out=codes)
+                continue
+            aims = self.spare[: len(views)]
+            torch.addmm(self.target[block.concepts], block.before, self.z, alpha=-1, out=aims)
+            for aim, changed, weights, codes in views:
                 if len(weights):
-                    aim = torch.addmv(aim, changed, weights, alpha=-1, out=self.spare)
+                    aim.addmv_(changed, weights, alpha=-1)
                 torch.clamp_min(aim, 0, out=codes)
 
 
