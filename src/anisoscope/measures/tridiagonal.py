@@ -257,15 +257,16 @@ def poles(
 
 def leading_vector(t: Tridiagonal, value: Float[Tensor, "m"]) -> Float[Tensor, "m d"]:
     """Unit eigenvectors of the full matrices for their largest eigenvalues, which are given; NaN gives NaN."""
-    # A little above, so that the shifted matrix is definite and no pivot grows.
-    above = value + 4 * EPS * value.abs()
     if _by_kernels(t.diagonal):
         kernels, (many, width) = kernels_of("tridiagonal"), t.diagonal.shape
-        least = (EPS * EPS * value.abs()).clamp_min(torch.finfo(value.dtype).tiny)
+        size = torch.where(value == 0, 1.0, value.abs())[:, None]
+        # A little above, so that the shifted matrix is definite and no pivot grows.
+        above = value / size[:, 0] + 4 * EPS
+        least = torch.full_like(value, EPS * EPS)
         ratios, pivots = t.diagonal.new_empty(2, many, 2, width)
-        vectors = torch.empty_like(t.diagonal)
+        vectors = t.diagonal.new_empty(many, width)
         kernels.twisted_vector[(many,)](
-            t.diagonal, _filled(t.off), above, least, ratios, pivots, vectors, width, B=256, num_warps=1
+            t.diagonal / size, _filled(t.off) / size, above, least, ratios, pivots, vectors, width, B=256, num_warps=1
         )
     else:
         vectors = _plain_leading(t.diagonal, t.off)
