@@ -21,14 +21,12 @@ from torch import Tensor
 from anisoscope.kernels import has_triton, kernels_of
 
 LEAST_WIDTH = 256  # below it a library's decomposition is about as fast
-MOST_WIDTH = 2560  # above it nothing has been measured
+MOST_WIDTH = 1024  # one stripe; above it results have not been shown to be right on a GPU
 LEAST_MATRICES = 4  # one matrix alone is better left to a library
 
 STRIPE, TILE_ROWS = 1024, 4  # of a matrix that a program holds at a time: 32 KiB, and as much on its way
 SHARE = 64  # a program's share of a column is a multiple of it
 WARPS = 8
-MANY_ROWS = 1536  # widths from which two programs on a processor, with half the registers, read faster than one
-HALF_REGISTERS = 128
 FEW_PROGRAMS, MOST_PROGRAMS = 16, 32  # that share a matrix: kernels are made for the one or the other
 ALIGNED = 16  # lengths of rows are multiples of it: one compiled kernel for all widths
 
@@ -56,12 +54,9 @@ def fits(matrices: Tensor) -> bool:
     )
 
 
-def programs_each(many: int, width: int, processors: int) -> int:
-    """Programs that share a matrix: they wait for one another, so all must run at once.
-
-    One a processor; two for wide matrices, whose products take longer than the meetings.
-    """
-    return min(MOST_PROGRAMS, max(1, processors * (2 if width >= MANY_ROWS else 1) // many))
+def programs_each(many: int, processors: int) -> int:
+    """Programs that share a matrix, one a processor: they wait for one another, so all must run at once."""
+    return min(MOST_PROGRAMS, max(1, processors // many))
 
 
 @dataclass(frozen=True)
@@ -155,7 +150,7 @@ def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], pr
     """The reduction by panels, over a copy whose rows become the reflectors."""
     kernels, (many, width, _), new = kernels_of("tridiagonal"), matrices.shape, matrices.new_zeros
     processors = torch.cuda.get_device_properties(matrices.device).multi_processor_count if matrices.is_cuda else 1
-    each = programs or programs_each(many, width, processors)
+    each = programs or programs_each(many, processors)
     panel, stride = kernels.PANEL, -(-width // ALIGNED) * ALIGNED
     whole = new(many, stride, stride) if stride > width else torch.empty_like(matrices)
     a = whole[:, :width, :width]
@@ -167,8 +162,6 @@ def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], pr
     options: dict[str, Any] = {"num_warps": WARPS, "PP": FEW_PROGRAMS if each <= FEW_PROGRAMS else MOST_PROGRAMS}
     if each > 1 and matrices.is_cuda:
         options["launch_cooperative_grid"] = True  # refused, not begun, where not all of them can run at once
-    if many * each > processors and matrices.is_cuda:
-        options["maxnreg"] = HALF_REGISTERS
     for first in range(0, width, panel):
         columns = min(panel, width - first)
         kernels.reduce_panel[(many * each,)](
