@@ -376,6 +376,9 @@ def test_rows_on_tensor_cores_are_multiplied_in_two_parts():
     rows = draw(2500, 30) * torch.logspace(-3, 0, 30)  # neither a whole number of parts nor one part
     truth, size = rows.double().T @ rows.double(), rows.double().norm(dim=0)
     assert float(((gram_in_parts(rows) - truth) / size[:, None] / size).abs().max()) < 1e-6
+    rows = draw(1100, 270)  # in strips from the diagonal on, of which the last is narrower
+    mine, truth, size = gram_in_parts(rows), rows.double().T @ rows.double(), rows.double().norm(dim=0)
+    assert torch.equal(mine, mine.T) and float(((mine - truth) / size[:, None] / size).abs().max()) < 1e-6
 
 
 def test_effective_ranks_of_wide_rows_count_small_singular_values(monkeypatch):

@@ -26,6 +26,7 @@ BLOCK_ROWS = 4096  # rows multiplied at a time: full speed, and still in cache
 NARROWED_ROWS = 256  # rows looked at together where nothing is multiplied: they stay in cache
 PARTED_WIDTH = 2048  # from here on tensor cores win
 PARTED_ROWS = 1024  # multiplied at a time there
+PARTED_CELLS = 1 << 28  # of products held at a time there, float32
 STRIP_COLUMNS = 64  # narrower strips than this no longer run at full speed
 SAFE_SIZE = 2.0**64  # rows between this and its inverse: eighth powers, the highest in use, stay far inside float64
 
@@ -77,7 +78,7 @@ class Moments:
         """The state in units of ``2**exponent``, and the largest squared distance from a rough centre that was met."""
         count, width = rows.shape
         in_parts = precision == "mixed" and width >= PARTED_WIDTH and has_tensor_cores(rows.device)
-        blocks = rows.split(BLOCK_ROWS)
+        blocks = rows.split(_rows_in_parts(width) if in_parts else BLOCK_ROWS)
         # One rough centre for all blocks: what it misses of the mean is summed up and taken off at the end.
         if exponent:
             scale = math.ldexp(1.0, -exponent)
@@ -224,10 +225,20 @@ def gram_in_parts(y_ND: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
     whole = y_ND if count % PARTED_ROWS == 0 else torch.nn.functional.pad(y_ND, (0, 0, 0, -count % PARTED_ROWS))
     rows = whole.reshape(-1, PARTED_ROWS, width)
     high, low = two_parts(rows)
+    out = torch.empty(width, width, dtype=torch.float64, device=y_ND.device)
+    strip = width if width < 4 * STRIP_COLUMNS else -(-width // 4)
     with full_precision(y_ND.device), on_tensor_cores(y_ND.device.type == "cuda"):
-        own, across = high.mT @ high, high.mT @ low
-    across = across.sum(dim=0, dtype=torch.float64)
-    return own.sum(dim=0, dtype=torch.float64) + across + across.T
+        across = (high.mT @ low).sum(dim=0, dtype=torch.float64)
+        for at in range(0, width, strip):  # as ``gram``: the lower half is a copy of the upper
+            part = (high[:, :, at : at + strip].mT @ high[:, :, at:]).sum(dim=0, dtype=torch.float64)
+            out[at : at + strip, at:] = part
+            out[at:, at : at + strip] = part.T
+    return out.add_(across).add_(across.T)
+
+
+def _rows_in_parts(width: int) -> int:
+    """Rows whose products in parts are held at a time: sums in float64 between them cost as much as the products."""
+    return PARTED_ROWS * max(4, PARTED_CELLS // width**2)
 
 
 def in_parts(width: int, device: torch.device) -> bool:
