@@ -32,9 +32,11 @@ def _arrive(counter):
 
 @triton.jit
 def _wait(counter, target):
-    """What any program of the matrix wrote before it arrived is seen from here on, where they read past their own
-    caches: by loads marked ``.cg``. What a program alone writes it may read in any way."""
-    while tl.load(counter, volatile=True) < target:
+    """What any program of the matrix wrote before it arrived is seen from here on.
+
+    One thread asks, and acquires what the others released; all others of its program follow it through the barrier.
+    """
+    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < target:
         pass
     tl.debug_barrier()
 
