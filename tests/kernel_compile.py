@@ -13,7 +13,7 @@ INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "swe
             "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws")  # fmt: skip
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
 TRIDIAGONAL = {
-    tridiagonal.reduce_panel: {"PP": 16, "K": tridiagonal.PANEL, "W": 1024, "R": 4, "B": 64},
+    tridiagonal.reduce_panel: {"PP": 16, "K": tridiagonal.PANEL, "W": 2048, "R": 4, "B": 64},
     tridiagonal.bisect: {"HALVINGS": 55, "G": tridiagonal.GROUP, "B": 64},
     tridiagonal.factor_shifted: {"N": 36, "B": 64},
     tridiagonal.sum_forms: {"N": 36, "B": 128},

@@ -101,7 +101,7 @@ class Together:
 def main():
     torch.set_num_threads(1)
     tridiagonal._by_kernels = lambda tensor: True
-    tridiagonal.STRIPE, tridiagonal.TILE_ROWS, tridiagonal.FEW_PROGRAMS = 64, 16, 2
+    tridiagonal.TILE_WIDTHS, tridiagonal.TILE_ROWS, tridiagonal.FEW_PROGRAMS = (32, 64), 16, 2
     named = matrices()
     names, a = list(named), torch.stack(list(named.values()))
     t = reduced(a, 1)
@@ -137,8 +137,10 @@ def main():
     lost = leading_vector(some(t, [3]), torch.tensor([torch.nan], dtype=torch.float64))
     result["lost"] += [bool(torch.isnan(lost).all())]
 
-    # Programs that share a matrix, several stripes and shares.
-    tridiagonal.STRIPE, tridiagonal.SHARE = 32, 16
+    # Programs that share a matrix, several shares; and a matrix that fills its tile.
+    tridiagonal.SHARE = 16
+    full = covariance(32, 4)[None]
+    result["full"] = errors(reduced(full, 1), full)
     kernels = kernels_of("tridiagonal")
     kernels.reduce_panel = Together(kernels.reduce_panel)
     wide = covariance(51, 4, steep=2)[None]

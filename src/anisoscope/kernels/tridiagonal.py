@@ -160,7 +160,8 @@ def _share_of_product(
 ):  # fmt: skip
     """A program's blocks of rows times the reflector: what is below the diagonal counts for both its places.
 
-    ``coming`` is the first tile, ``x_c``, ``x_r`` and ``before`` what belongs to it.
+    ``coming`` is the first tile, ``x_c``, ``x_r`` and ``before`` what belongs to it. Only ever asked for with one
+    stripe, W being at least n: a second one was right where kernels are interpreted and wrong on a GPU.
     """
     c = tl.arange(0, W)
     form = tl.zeros((), dtype=tl.float64)

@@ -21,10 +21,9 @@ from torch import Tensor
 from anisoscope.kernels import has_triton, kernels_of
 
 LEAST_WIDTH = 256  # below it a library's decomposition is about as fast
-MOST_WIDTH = 1024  # one stripe; above it results have not been shown to be right on a GPU
 LEAST_MATRICES = 4  # one matrix alone is better left to a library
 
-STRIPE, TILE_ROWS = 1024, 4  # of a matrix that a program holds at a time: 32 KiB, and as much on its way
+TILE_WIDTHS, TILE_ROWS = (1024, 2048), 4  # of a matrix that a program holds at a time, and as much is on its way
 SHARE = 64  # a program's share of a column is a multiple of it
 WARPS = 8
 FEW_PROGRAMS, MOST_PROGRAMS = 16, 32  # that share a matrix: kernels are made for the one or the other
@@ -49,7 +48,7 @@ def fits(matrices: Tensor) -> bool:
         matrices.is_cuda
         and matrices.dtype == torch.float64
         and many >= LEAST_MATRICES
-        and LEAST_WIDTH <= width <= MOST_WIDTH
+        and LEAST_WIDTH <= width <= TILE_WIDTHS[-1]
         and has_triton()
     )
 
@@ -162,12 +161,13 @@ def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], pr
     options: dict[str, Any] = {"num_warps": WARPS, "PP": FEW_PROGRAMS if each <= FEW_PROGRAMS else MOST_PROGRAMS}
     if each > 1 and matrices.is_cuda:
         options["launch_cooperative_grid"] = True  # refused, not begun, where not all of them can run at once
+    wide = next(one for one in TILE_WIDTHS if width <= one)
     for first in range(0, width, panel):
         columns = min(panel, width - first)
         kernels.reduce_panel[(many * each,)](
             whole, pairs, diagonal, off, taus, x, across, down, sums, squares, forms, counter,
             width, stride, first, columns, 2 * first, each,
-            K=panel, W=STRIPE, R=TILE_ROWS, B=SHARE, **options,
+            K=panel, W=wide, R=TILE_ROWS, B=SHARE, **options,
         )  # fmt: skip
         after = first + columns
         if after < width:
