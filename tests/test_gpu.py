@@ -174,6 +174,22 @@ def test_spectra_of_many_sites_are_those_of_each():
         assert torch.equal(form.diagonal, again.diagonal) and torch.equal(form.off, again.off), width
 
 
+def test_a_look_without_room_for_all_sites_takes_them_one_by_one(monkeypatch):
+    from anisoscope.monitoring import tangents
+    from anisoscope.monitoring.views import SiteView
+
+    def full(*args):
+        return torch.empty(1 << 50, device="cuda")
+
+    monkeypatch.setattr(tangents, "stacked_results", full)
+    draw = torch.Generator().manual_seed(0)
+    x, ids, sequences = cloud(2048, 32), torch.arange(2048) % 50, torch.arange(2048) // 64
+    g = torch.randn(2048, 32, generator=draw)
+    views = [SiteView(f"resid.{at}", 1, 0, x.cuda(), g.cuda(), ids, ids, sequences, tokens=2048) for at in range(2)]
+    found = tangents.TangentAnalysis(rank=4, draws=19, referee="never").together(views)
+    assert set(found) == {"resid.0", "resid.1"} and all(isinstance(one, dict) for one in found.values())
+
+
 def test_steps_without_a_look_never_wait_for_the_device():
     import warnings
 

@@ -18,6 +18,7 @@ from anisoscope.measures.plan import scale_of
 from anisoscope.measures.stacked import STACKED, begin
 from anisoscope.measures.table import measure
 from anisoscope.monitor import DEFAULT_MEASURES, GRADIENT_MEASURES
+from anisoscope.monitoring import stacking
 from anisoscope.monitoring.measuring import Book, What, _enter_gradients, _enter_states, enter_look, norm_of_squares
 from anisoscope.monitoring.stacking import Stacked
 from anisoscope.monitoring.tangents import TangentAnalysis
@@ -365,6 +366,21 @@ def test_a_look_measured_together_is_the_look_measured_site_by_site():
     for one, two in zip(plain.records[1:], mine.records, strict=True):
         assert (one.site, one.measure) == (two.site, two.measure)
         same(two.estimate, one.estimate, 1e-5, f"{one.site} {one.measure}")
+
+
+@pytest.mark.parametrize("when", ["begun", "finished"])
+def test_sites_without_room_together_are_left_to_be_measured_alone(when, monkeypatch):
+    """A training may leave room for one site and not for all of them."""
+
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(stacking, "begin", full if when == "begun" else lambda *args: full)
+    views = looked(1)
+    assert Stacked.begin(views, DEFAULT_MEASURES, GRADIENT_MEASURES, norm_of_squares).finish() == ({}, {})
+    monkeypatch.setattr(stacking, "begin", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # nothing else is kept silent
+        Stacked.begin(views, DEFAULT_MEASURES, GRADIENT_MEASURES, norm_of_squares)
 
 
 def test_rows_on_tensor_cores_are_multiplied_in_two_parts():

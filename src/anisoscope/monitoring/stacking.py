@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +18,22 @@ from anisoscope.measures.base import with_notes
 from anisoscope.measures.stacked import STACKED, Finish, begin
 from anisoscope.monitoring.views import SiteView
 
+T = TypeVar("T")
+
 GRADIENT = "gradient_"
 
 Found: TypeAlias = dict[str, Mapping[str, Estimate]]
 Norm: TypeAlias = Callable[[Tensor, Tensor, int], Estimate]
+
+
+def with_room(act: Callable[[], T], otherwise: T) -> T:
+    """What ``act`` gives, or ``otherwise`` where the device has no room for all sites at once: beside a large training
+    there may be room for one."""
+    try:
+        return act()
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return otherwise
 
 
 def gradient_names(measures: Sequence[str]) -> tuple[str, ...]:
@@ -46,6 +58,12 @@ class Stacked:
         cls, views: Sequence[SiteView], measures: Sequence[str], gradient_measures: Sequence[str], norm: Norm
     ) -> Stacked:
         """Begin what these views have in common; ``norm`` makes the norm of squared lengths of rows."""
+        return with_room(lambda: cls._begin(views, measures, gradient_measures, norm), cls())
+
+    @classmethod
+    def _begin(
+        cls, views: Sequence[SiteView], measures: Sequence[str], gradient_measures: Sequence[str], norm: Norm
+    ) -> Stacked:
         first = views[0].x
         alike = all((v.x.shape, v.x.dtype, v.x.device) == (first.shape, first.dtype, first.device) for v in views)
         if not alike:
@@ -57,7 +75,7 @@ class Stacked:
 
     def finish(self) -> tuple[Found, Found]:
         """Results by site: of states by measure, of gradients by the names of their records."""
-        return self.states(), self.gradients()
+        return with_room(self.states, {}), with_room(self.gradients, {})
 
 
 def _by_site(views: Sequence[SiteView], finish: Finish) -> Found:

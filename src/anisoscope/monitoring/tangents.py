@@ -17,6 +17,7 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError, OptionError, SiteError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
+from anisoscope.monitoring.stacking import with_room
 from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, P_VALUE, SPLIT, Here, Result, labels_of, plain
 from anisoscope.monitoring.tangents_together import STACKED, Prepared, alike, prepared, stacked_results
 from anisoscope.monitoring.views import MapView, Name, SiteView
@@ -137,7 +138,8 @@ class TangentAnalysis:
         """
         found: dict[str, Mapping[Name, Result] | Exception] = {}
         if views and views[0].x.device.type == "cuda":
-            found |= self.stacked(views)
+            alone: dict[str, Mapping[Name, Result]] = {}
+            found |= with_room(lambda: self.stacked(views), alone)
         for view in views:
             if view.site not in found:
                 try:
