@@ -40,7 +40,7 @@ PROFILE, SWEEP, STORE = "tests/test_profile.py", "tests/test_sweep.py", "tests/t
 TERMS, ZIPF, PROBES = "tests/test_regularizers.py", "tests/test_interventions.py", "tests/test_quality.py"
 THEORY, RECOVERY, PAIRS = "tests/test_theory.py", "tests/test_theory_recovery.py", "tests/test_quality_report.py"
 CAUSAL, KERNELS, STACKED = "tests/test_causal_report.py", "tests/test_kernels.py", "tests/test_stacked.py"
-LEADING = "tests/test_leading.py"
+LEADING, TRIDIAGONAL = "tests/test_leading.py", "tests/test_tridiagonal.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
     Mutant(A, "(float(total @ total) - n) / (n * (n - 1))", "float(total @ total) / n**2", (ORACLES,)),
@@ -260,7 +260,40 @@ MUTANTS = [
     Mutant(
         "monitoring/looks.py", "held.loss is loss and _same(held.batches, batches)", "True", ("tests/test_monitor.py",)
     ),
-    Mutant("stats/moments.py", " + across + across.T", " + across", (STACKED,), "tensor_cores"),
+    Mutant("stats/moments.py", ".add_(across).add_(across.T)", ".add_(across)", (STACKED,), "tensor_cores"),
+    Mutant(
+        "stats/moments.py",
+        "            out[at:, at : at + strip] = part.T\n    return out.add_",
+        "    return out.add_",
+        (STACKED,),
+        "tensor_cores",
+    ),
+    Mutant("measures/stacked.py", "flags.append(unseen <= LOST", "flags.append(unseen >= 0 * LOST", (STACKED,)),
+    Mutant(
+        "measures/stacked.py",
+        "values > values[:, :1] * GRAM_LIMIT, values, 0.0",
+        "values > -1, values, 0.0",
+        (STACKED,),
+    ),
+    Mutant("measures/stacked.py", "2 * entropy - held.log()", "entropy - held.log()", (STACKED,)),
+    Mutant("measures/stacked_spectra.py", "self.values > least, (a", "self.values > -1, (a", (STACKED,)),
+    Mutant("measures/stacked_spectra.py", "self.form, self.values[:, -1]", "self.form, self.values[:, -2]", (STACKED,)),
+    Mutant("measures/tridiagonal.py", "MARGIN = 3.3", "MARGIN = 1.0", (TRIDIAGONAL,)),
+    Mutant("measures/tridiagonal.py", "if width <= one", "if width < one", (TRIDIAGONAL,)),
+    Mutant("kernels/tridiagonal.py", "-0.5 * tau * tau", "-0.5 * tau", (TRIDIAGONAL,)),
+    Mutant("kernels/factors.py", "left * scale[:, None]", "left", (KERNELS,), "triangular"),
+    Mutant("kernels/factors.py", "tl.where(pivots > 0, 1, 0)", "tl.where(pivots > -1, 1, 1)", (KERNELS,), "triangular"),
+    Mutant("kernels/pairs.py", "tl.where(i[:, None] == j[None, :], 2.0, 1.0)", "1.0", (KERNELS,), "biases"),
+    Mutant("kernels/pairs.py", "tl.where(close, -0.25 / bend, first / apart)", "first / apart", (KERNELS,), "biases"),
+    Mutant("kernels/controls.py", "own_draw - _dot(tl.trans(c), c)", "own_draw", ("tests/test_stacked_controls.py",)),
+    Mutant("monitoring/stacking.py", "        return otherwise", "        raise", (STACKED,), "room"),
+    Mutant("monitoring/untouched.py", "    gc.disable()", "    pass", ("tests/test_monitor.py",), "collected"),
+    Mutant(
+        "train/loop.py",
+        "        self.optimiser.zero_grad(set_to_none=True)  # here",
+        "        pass  # here",
+        ("tests/test_train.py",),
+    ),
     Mutant("monitoring/tangents.py", "view.step == self.steps", "view.step > self.steps", (TANGENTS,)),
     Mutant("monitoring/tangents.py", "sum(nulls) / 2", "sum(nulls)", (TANGENTS,)),
     Mutant(
