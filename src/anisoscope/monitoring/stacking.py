@@ -32,8 +32,9 @@ def with_room(act: Callable[[], T], otherwise: T) -> T:
     try:
         return act()
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return otherwise
+        pass
+    torch.cuda.empty_cache()  # not above, where frames of the exception still hold what had been made
+    return otherwise
 
 
 def gradient_names(measures: Sequence[str]) -> tuple[str, ...]:
