@@ -286,7 +286,13 @@ MUTANTS = [
     Mutant("kernels/pairs.py", "tl.where(i[:, None] == j[None, :], 2.0, 1.0)", "1.0", (KERNELS,), "biases"),
     Mutant("kernels/pairs.py", "tl.where(close, -0.25 / bend, first / apart)", "first / apart", (KERNELS,), "biases"),
     Mutant("kernels/controls.py", "own_draw - _dot(tl.trans(c), c)", "own_draw", ("tests/test_stacked_controls.py",)),
-    Mutant("monitoring/stacking.py", "OutOfMemoryError:\n        pass", "OutOfMemoryError:\n        raise", (STACKED,), "room"),
+    Mutant(
+        "monitoring/stacking.py",
+        "OutOfMemoryError:\n        pass",
+        "OutOfMemoryError:\n        raise",
+        (STACKED,),
+        "room",
+    ),
     Mutant("monitoring/untouched.py", "    gc.disable()", "    pass", ("tests/test_monitor.py",), "collected"),
     Mutant(
         "train/loop.py",

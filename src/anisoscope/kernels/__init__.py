@@ -7,11 +7,13 @@ import importlib
 import importlib.util
 from typing import Any
 
+import torch
+
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed, as it is with torch where torch knows CUDA."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton is installed, as it is with torch where torch knows CUDA, for GPUs on which kernels were tried."""
+    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
 
 @functools.cache
