@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from anisoscope.measures import later
 from anisoscope.measures.later import _led
 from anisoscope.measures.leading import BLOCK, can_lead, leading_spaces
 
@@ -88,6 +89,13 @@ def test_one_broken_matrix_does_not_touch_the_others():
     alone = leading_spaces(good[None], RANK)
     beside = leading_spaces(torch.stack([torch.full_like(good, torch.inf), good]), RANK)
     torch.testing.assert_close(beside.values[1], alone.values[0], rtol=1e-10, atol=0)
+
+
+def test_cores_take_small_matrices_where_there_are_many(monkeypatch):
+    monkeypatch.setattr(later, "CORES", 16)
+    assert later.better_on_host(384) and not later.better_on_host(896)
+    monkeypatch.setattr(later, "CORES", 4)
+    assert not later.better_on_host(384)
 
 
 def test_the_rule_can_be_read():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from anisoscope.errors import OptionError, SiteError
+from anisoscope.measures import later, tridiagonal
 from anisoscope.measures import stacked as stacked_measures
-from anisoscope.measures import tridiagonal
 from anisoscope.measures.found import Found
 from anisoscope.measures.neighbors import by_tiles, nearest_neighbors
 from anisoscope.measures.neighbors_fused import _tiles
@@ -296,6 +296,7 @@ def clouds(n=1400, width=24):
 def way(request, monkeypatch):
     """How spectra come about: on a GPU by tridiagonal forms, which LAPACK makes here."""
     monkeypatch.setattr(tridiagonal, "fits", lambda matrices: request.param == "reduced")
+    monkeypatch.setattr(later, "CORES", 2)
 
 
 def test_measures_of_sites_together_are_those_of_each(way):

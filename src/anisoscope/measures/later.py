@@ -37,6 +37,11 @@ def one_thread_each(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def better_on_host(width: int) -> bool:
+    """Whether so small matrices of a GPU are decomposed by the host, whose cores then take them all at once."""
+    return CORES >= ENOUGH_CORES and width <= HOST_WIDTH
+
+
 def eigh_later(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, Tensor]]:
     """Begin an eigendecomposition, ascending, beside whatever comes next; the function returned waits for it.
 
@@ -48,7 +53,7 @@ def eigh_later(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, T
         return lambda: (found[0], found[1])
     device = matrices.device
     ready = torch.cuda.current_stream(device).record_event()
-    on_host = CORES >= ENOUGH_CORES and matrices.shape[1] <= HOST_WIDTH
+    on_host = better_on_host(matrices.shape[1])
 
     def work(some: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event]:
         stream = torch.cuda.Stream(device) if on_host else _stream("eigh", device)

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.measures import tridiagonal
-from anisoscope.measures.later import beside, eigh_later, rejoined, side_stream
+from anisoscope.measures.later import beside, better_on_host, eigh_later, rejoined, side_stream
 
 
 @runtime_checkable
@@ -39,7 +39,8 @@ class Spectra(Protocol):
 
 def begin_spectra(matrices: Float[Tensor, "s d d"]) -> Callable[[], Spectra]:
     """Begin with float64 covariances, all of them finite, beside whatever comes next."""
-    if not tridiagonal.fits(matrices):
+    # Launching the hundred steps of a reduction takes longer than small matrices take cores that have nothing to do.
+    if better_on_host(matrices.shape[1]) or not tridiagonal.fits(matrices):
         later = eigh_later(matrices)
         return lambda: Decomposed(*later())
     stream = side_stream("spectra", matrices)
