@@ -92,7 +92,7 @@ def leading_later(
     if device.type != "cuda" or not can_lead(matrices.shape[1], rank):
         whole = eigh_later(matrices)
         return lambda: _largest_first(*whole())
-    stream = side_stream("leading", matrices)
+    stream = side_stream("leading", matrices, start)
     with beside(stream):
         found = begin_leading(matrices, rank, start)
 
@@ -137,13 +137,18 @@ def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
             yield
 
 
-def side_stream(name: str, given: Tensor) -> torch.cuda.Stream | None:
-    """The stream for work of a kind on a tensor, from where the current one stands; None where there are no streams."""
+def side_stream(name: str, given: Tensor, *others: Tensor | None) -> torch.cuda.Stream | None:
+    """The stream for work of a kind on these tensors, from where the current one stands; None where there are none.
+
+    Their memory is not given to anyone else before that work is done, even if nobody holds them any more.
+    """
     if given.device.type != "cuda":
         return None
     stream = _stream(name, given.device)
     stream.wait_stream(torch.cuda.current_stream(given.device))
-    given.record_stream(stream)
+    for one in (given, *others):
+        if one is not None:
+            one.record_stream(stream)
     return stream
 
 
