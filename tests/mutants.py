@@ -288,8 +288,8 @@ MUTANTS = [
     Mutant("kernels/controls.py", "own_draw - _dot(tl.trans(c), c)", "own_draw", ("tests/test_stacked_controls.py",)),
     Mutant(
         "monitoring/stacking.py",
-        "OutOfMemoryError:\n        pass",
-        "OutOfMemoryError:\n        raise",
+        "        if not no_room(error):\n            raise",
+        "        raise",
         (STACKED,),
         "room",
     ),

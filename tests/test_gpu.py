@@ -176,13 +176,13 @@ def test_spectra_of_many_sites_are_those_of_each(monkeypatch):
 
 
 def test_a_look_without_room_for_all_sites_takes_them_one_by_one(monkeypatch):
-    from anisoscope.monitoring import tangents
+    from anisoscope.monitoring import tangents, tangents_together
     from anisoscope.monitoring.views import SiteView
 
-    def full(*args):
+    def full(*args, **options):
         return torch.empty(1 << 50, device="cuda")
 
-    monkeypatch.setattr(tangents, "stacked_results", full)
+    monkeypatch.setattr(tangents_together, "_results", full)
     draw = torch.Generator().manual_seed(0)
     x, ids, sequences = cloud(2048, 32), torch.arange(2048) % 50, torch.arange(2048) // 64
     g = torch.randn(2048, 32, generator=draw)

@@ -18,7 +18,7 @@ from anisoscope.measures.plan import scale_of
 from anisoscope.measures.stacked import STACKED, begin
 from anisoscope.measures.table import measure
 from anisoscope.monitor import DEFAULT_MEASURES, GRADIENT_MEASURES
-from anisoscope.monitoring import stacking
+from anisoscope.monitoring import stacking, tangents_together
 from anisoscope.monitoring.measuring import Book, What, _enter_gradients, _enter_states, enter_look, norm_of_squares
 from anisoscope.monitoring.stacking import Stacked
 from anisoscope.monitoring.tangents import TangentAnalysis
@@ -208,6 +208,31 @@ def test_sites_start_together():
     assert "seminmf.drift" in together.stacked(looks[1])["resid.0"]
 
 
+@pytest.mark.parametrize("where", ["cold sites", "the last site"])
+def test_sites_lost_to_a_full_device_can_be_told_alone(where, monkeypatch):
+    """Those that were told stay told; those that were not are fitted at this step, which must not have been entered."""
+    first, views = looked(1), looked(2)
+    analysis = asked(views)
+    analysis.stacked(first[:2])  # the third has nothing to start from
+
+    def full(*args):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    if where == "cold sites":
+        monkeypatch.setattr(tangents_together, "kmeans_starts", full)
+        told = ["resid.0", "resid.1"]
+    else:
+        plain = analysis._matrices
+        monkeypatch.setattr(analysis, "_matrices", lambda here: (full if here.view.site == "resid.1" else plain)(here))
+        told = ["resid.2"]
+    found = analysis.stacked(views)
+    assert list(found) == told
+    monkeypatch.undo()
+    for view in views:
+        if view.site not in found:
+            assert "seminmf.activation.p" in analysis(view)
+
+
 def test_starts_are_centres_of_cells(monkeypatch):
     """Each round of k-means moves centres to the means of their cells: rows lie nearer to them than to drawn rows."""
     heaps = 8 * draw(6, WIDTH, seed=1)[torch.arange(600) % 6] + draw(600, WIDTH, seed=2)
@@ -369,12 +394,13 @@ def test_a_look_measured_together_is_the_look_measured_site_by_site():
         same(two.estimate, one.estimate, 1e-5, f"{one.site} {one.measure}")
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("Triton Error [CUDA]: out of memory")])
 @pytest.mark.parametrize("when", ["begun", "finished"])
-def test_sites_without_room_together_are_left_to_be_measured_alone(when, monkeypatch):
+def test_sites_without_room_together_are_left_to_be_measured_alone(when, error, monkeypatch):
     """A training may leave room for one site and not for all of them."""
 
     def full(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(stacking, "begin", full if when == "begun" else lambda *args: full)
     views = looked(1)

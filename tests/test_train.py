@@ -287,6 +287,19 @@ def test_an_observer_that_fails_does_not_disturb(tmp_path, data, when):
     assert "Recorder failed in" in watched.notes[0] and "ZeroDivisionError: a measurement" in watched.notes[0]
 
 
+def test_gradients_that_an_observer_leaves_change_nothing(tmp_path, data):
+    class Leaves(Recorder):
+        def after_step(self, step, loss, tokens):
+            super().after_step(step, loss, tokens)
+            assert all(p.grad is None for p in self.setting.model.parameters()), "a look has their room"
+            for parameter in self.setting.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+
+    alone = train(RECIPE, "decoder", 0, folder=tmp_path / "alone", data=data)
+    watched = train(RECIPE, "decoder", 0, folder=tmp_path / "watched", data=data, observers=[Leaves()])
+    assert same(weights(alone.checkpoint), weights(watched.checkpoint)) and not watched.notes
+
+
 def test_compile_that_fails_is_named_or_noted(tmp_path, data):
     """A real failure: no compiler where the compiler should be. torch's own patch gives back what setattr would not."""
     import torch._inductor.config

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anisoscope.measures.leading import Leading, begin_leading, can_lead
 
-CORES = os.cpu_count() or 1
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 ENOUGH_CORES = 8  # from here on the host decomposes many matrices sooner than a GPU, which takes one after another
 HOST_WIDTH = 512  # up to here: a core falls behind as the cube of the width
 
@@ -35,6 +35,14 @@ def one_thread_each(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def no_room(error: Exception) -> bool:
+    """Whether an error says that the device is full; libraries have their own words for it."""
+    words = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(one in words for one in ("ALLOC_FAILED", "out of memory"))
+    )
 
 
 def better_on_host(width: int) -> bool:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from anisoscope.kernels import has_triton, kernels_of
+from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 
 BLOCK = 32  # columns; a batch of decompositions up to this size is one kernel
 SPARE = 8  # columns at least beyond those wanted
@@ -156,13 +156,14 @@ def orthonormal_columns(columns: Float[Tensor, "m d b"]) -> tuple[Float[Tensor, 
 
 def _turned(columns: Float[Tensor, "m d b"]) -> tuple[Float[Tensor, "m d b"], Bool[Tensor, "m"]]:
     gram = columns.mT @ columns
-    if gram.device.type == "cuda" and gram.shape[1] <= FACTOR_WIDTH and has_triton():
+    if gram.shape[1] <= FACTOR_WIDTH and kernels_run(gram.device):
         factors, good = inverse_factors(gram)
         return columns @ factors.mT, good
     factor, failed = torch.linalg.cholesky_ex(gram)
     return torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False), failed == 0
 
 
+@on_its_device
 def inverse_factors(gram: Float[Tensor, "m b b"]) -> tuple[Float[Tensor, "m b b"], Bool[Tensor, "m"]]:
     """Inverses of lower triangular factors by the kernel, and whether there is one."""
     many, width, _ = gram.shape

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anisoscope.kernels import has_triton, kernels_of
+from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 from anisoscope.measures.found import Found
 from anisoscope.measures.row_kernels import in_half
 
@@ -40,12 +40,7 @@ TOP = 14  # the largest value in half precision is made less than two to this
 
 def can_fuse(rows: Float[Tensor, "n d"], k: int) -> bool:
     """Whether the kernels serve: a GPU with fast half-precision products, Triton, rows enough and a short list."""
-    return (
-        rows.device.type == "cuda"
-        and enough_groups(len(rows), k)
-        and has_triton()
-        and torch.cuda.get_device_capability(rows.device) >= (8, 0)
-    )
+    return enough_groups(len(rows), k) and kernels_run(rows.device)
 
 
 def enough_groups(n: int, k: int) -> bool:
@@ -53,6 +48,7 @@ def enough_groups(n: int, k: int) -> bool:
     return n >= LEAST_ROWS and k <= MOST_K and k * (k - 1) / 2 <= n / GROUP / 4
 
 
+@on_its_device
 def search_fused(
     rows: Float[Tensor, "s n d"], k: int, scale: float, *, left_out: Bool[Tensor, "s n"] | None = None, seed: int = 0
 ) -> list[Found]:

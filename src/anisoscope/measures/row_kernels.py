@@ -6,13 +6,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anisoscope.kernels import kernels_of
+from anisoscope.kernels import kernels_of, on_its_device
 
 COLUMNS = 128  # entries of a row that a program takes at a time
 MEND_COLUMNS = 64
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 64, 128, 32  # of a product within a block
 
 
+@on_its_device
 def copies(
     rows: Float[Tensor, "s n d"], weights: Int[Tensor, "d"]
 ) -> tuple[Bool[Tensor, "s n"], Bool[Tensor, "s"]]:  # fmt: skip
@@ -29,6 +30,7 @@ def copies(
     return copy, clash.any(dim=1)
 
 
+@on_its_device
 def in_half(
     rows: Float[Tensor, "s n d"], order: Int[Tensor, "n"], mean: Float[Tensor, "s d"], factor: Float[Tensor, "s"],
     padded: int, depth: int,
@@ -47,6 +49,7 @@ def in_half(
     return half, squares, lost.amax(dim=1)
 
 
+@on_its_device
 def nearest_within(
     rows: Float[Tensor, "s n d"], order: Int[Tensor, "s n"], blocks: int, strides: Int[Tensor, "s"],
     lengths: Int[Tensor, "s"], most: int,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,10 +20,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
-from anisoscope.kernels import has_triton, kernels_of
+from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 from anisoscope.measures import stacked_masked
 from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order, unless_biased
-from anisoscope.measures.later import fetched
+from anisoscope.measures.later import fetched, no_room
 from anisoscope.measures.spectrum import GRAM_LIMIT
 from anisoscope.measures.stacked_spectra import Spectra, begin_spectra
 from anisoscope.measures.uncertainty import Bar, fields, spread_runs
@@ -78,10 +79,13 @@ def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: 
 
 
 def _attempted(search: Callable[[], T]) -> T | None:
-    """What a search gives, or nothing where it failed, as for lack of memory: the plain measure then says why."""
+    """What a search gives, or nothing where it failed: the plain measure, site by site, needs less room."""
     try:
         return search()
-    except Exception:
+    except Exception as error:
+        if not no_room(error):
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            warnings.warn(f"sites are searched for neighbours one by one ({why})", RuntimeWarning, stacklevel=2)
         return None
 
 
@@ -212,12 +216,13 @@ def _of_spectrum(sums: _Sums, spectra: Spectra) -> dict[str, Tensor]:
 
 def _biases(values: Float[Tensor, "s r"], dof: int) -> tuple[Float[Tensor, "s"], Float[Tensor, "s"]]:
     """``spectrum.trace_bias`` of ``sum sigma`` and of ``sum sigma log sigma``; zeros count for nothing."""
-    if values.device.type == "cuda" and has_triton():
+    if kernels_run(values.device):
         found = bias_sums(values) / (2 * dof)
         return found[:, 0], found[:, 1]
     return _plain_biases(values, dof)
 
 
+@on_its_device
 def bias_sums(values: Float[Tensor, "s r"]) -> Float[Tensor, "s two"]:
     """Twice the degrees of freedom times both, by the kernel."""
     kernels, (sites, count) = kernels_of("pairs"), values.shape

@@ -43,13 +43,13 @@ def begin_spectra(matrices: Float[Tensor, "s d d"]) -> Callable[[], Spectra]:
     if better_on_host(matrices.shape[1]) or not tridiagonal.fits(matrices):
         later = eigh_later(matrices)
         return lambda: Decomposed(*later())
-    stream = side_stream("spectra", matrices)
+    stream, device = side_stream("spectra", matrices), matrices.device
     with beside(stream):
         form = tridiagonal.reduced(matrices)
         values = tridiagonal.eigenvalues(form.diagonal, form.off)
 
     def finish() -> Spectra:
-        rejoined(stream, matrices.device, (values, form.diagonal, form.off, form.reflectors, form.taus))
+        rejoined(stream, device, (values, form.diagonal, form.off, form.reflectors, form.taus))
         return Reduced(values, form)
 
     return finish

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy import linalg
 from torch import Tensor
 
-from anisoscope.kernels import has_triton, kernels_of
+from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 
 LEAST_WIDTH = 256  # below it a library's decomposition is about as fast
 LEAST_MATRICES = 4  # one matrix alone is better left to a library
@@ -44,13 +43,8 @@ EPS = torch.finfo(torch.float64).eps
 def fits(matrices: Tensor) -> bool:
     """Whether these matrices are better taken together by the kernels than one by one by a library."""
     many, width = matrices.shape[0], matrices.shape[-1]
-    return (
-        matrices.is_cuda
-        and matrices.dtype == torch.float64
-        and many >= LEAST_MATRICES
-        and LEAST_WIDTH <= width <= TILE_WIDTHS[-1]
-        and has_triton()
-    )
+    right = matrices.dtype == torch.float64 and many >= LEAST_MATRICES and LEAST_WIDTH <= width <= TILE_WIDTHS[-1]
+    return right and kernels_run(matrices.device)
 
 
 def programs_each(many: int, processors: int) -> int:
@@ -96,6 +90,7 @@ class Tridiagonal:
             part.baddbmm_((small.mT @ vectors).mT, vectors @ part, alpha=-1)
         return columns
 
+    @on_its_device
     def forms(
         self,
         rows: Float[Tensor, "m n d"],
@@ -128,6 +123,7 @@ class Tridiagonal:
         return out.sum(dim=1)
 
 
+@on_its_device
 def reduced(matrices: Float[Tensor, "m d d"], programs: int | None = None) -> Tridiagonal:
     """Symmetric float64 matrices in tridiagonal form, all at once; a matrix that is not finite becomes NaN.
 
@@ -151,7 +147,7 @@ def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], pr
     processors = torch.cuda.get_device_properties(matrices.device).multi_processor_count if matrices.is_cuda else 1
     each = programs or programs_each(many, processors)
     panel, stride = kernels.PANEL, -(-width // ALIGNED) * ALIGNED
-    whole = new(many, stride, stride) if stride > width else torch.empty_like(matrices)
+    whole = (new if stride > width else matrices.new_empty)(many, stride, stride)
     a = whole[:, :width, :width]
     torch.mul(matrices, scale, out=a)
     pairs, across, sums = new(many, 2, panel, stride), new(many, each, stride), new(many, each, 2, panel)
@@ -161,7 +157,8 @@ def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], pr
     options: dict[str, Any] = {"num_warps": WARPS, "PP": FEW_PROGRAMS if each <= FEW_PROGRAMS else MOST_PROGRAMS}
     if each > 1 and matrices.is_cuda:
         options["launch_cooperative_grid"] = True  # refused, not begun, where not all of them can run at once
-    wide = next(one for one in TILE_WIDTHS if width <= one)
+    wide = next((one for one in TILE_WIDTHS if width <= one), 0)
+    assert wide, "wider than any tile: ``fits`` says so"
     for first in range(0, width, panel):
         columns = min(panel, width - first)
         kernels.reduce_panel[(many * each,)](
@@ -178,6 +175,7 @@ def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], pr
     return Tridiagonal(diagonal[:, :width], off[:, : width - 1], a, taus[:, :width])
 
 
+@on_its_device
 def eigenvalues(diagonal: Float[Tensor, "m d"], off: Float[Tensor, "m e"]) -> Float[Tensor, "m d"]:
     """Eigenvalues of symmetric tridiagonal matrices, ascending, to some roundings of the largest; NaN gives NaN."""
     around = torch.nn.functional.pad(off.abs(), (1, 1))
@@ -248,6 +246,7 @@ def poles(
     return (2 * (u + middle[:, None])).exp(), weights
 
 
+@on_its_device
 def leading_vector(t: Tridiagonal, value: Float[Tensor, "m"]) -> Float[Tensor, "m d"]:
     """Unit eigenvectors of the full matrices for their largest eigenvalues, which are given; NaN gives NaN."""
     if _by_kernels(t.diagonal):
@@ -279,6 +278,8 @@ def _by_kernels(tensor: Tensor) -> bool:
 
 
 def _plain_reduced(a: Float[Tensor, "m d d"]) -> Tridiagonal:
+    from scipy import linalg
+
     many, width, _ = a.shape
     diagonal, off, taus = a.new_zeros(3, many, width)
     reflectors = torch.zeros_like(a)
@@ -291,6 +292,8 @@ def _plain_reduced(a: Float[Tensor, "m d d"]) -> Tridiagonal:
 
 
 def _plain_eigenvalues(d: Float[Tensor, "m d"], e: Float[Tensor, "m e"]) -> Float[Tensor, "m d"]:
+    from scipy import linalg
+
     found = [linalg.eigvalsh_tridiagonal(one, other) for one, other in zip(d.numpy(), e.numpy(), strict=True)]
     return torch.from_numpy(np.stack(found))
 
@@ -313,6 +316,8 @@ def _plain_forms(
 
 
 def _plain_leading(d: Float[Tensor, "m d"], e: Float[Tensor, "m e"]) -> Float[Tensor, "m d"]:
+    from scipy import linalg
+
     vectors = torch.full_like(d, torch.nan)
     last = d.shape[1] - 1
     for i, (one, other) in enumerate(zip(d.numpy(), e.numpy(), strict=True)):

@@ -148,6 +148,7 @@ def _enter_views(book: Book, views: Sequence[SiteView], what: What) -> None:
     together = {name: of_all(views) for name, one in what.analyses.items() if (of_all := _of_all(one)) is not None}
     states, gradients = stacked.finish()
     sliced = [finish() for finish in slices]
+    del stacked, slices  # they hold the rows of all sites, and what is left to measure may need the room
     for view in views:
         _enter_states(book, view, what, states.get(view.site, {}))
         for one in sliced:

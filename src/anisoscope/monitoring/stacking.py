@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anisoscope.estimate import Estimate
 from anisoscope.measures.base import with_notes
+from anisoscope.measures.later import no_room
 from anisoscope.measures.stacked import STACKED, Finish, begin
 from anisoscope.monitoring.views import SiteView
 
@@ -31,8 +32,9 @@ def with_room(act: Callable[[], T], otherwise: T) -> T:
     there may be room for one."""
     try:
         return act()
-    except torch.OutOfMemoryError:
-        pass
+    except Exception as error:
+        if not no_room(error):
+            raise
     torch.cuda.empty_cache()  # not above, where frames of the exception still hold what had been made
     return otherwise
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError, OptionError, SiteError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
-from anisoscope.monitoring.stacking import with_room
 from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, P_VALUE, SPLIT, Here, Result, labels_of, plain
 from anisoscope.monitoring.tangents_together import STACKED, Prepared, alike, prepared, stacked_results
 from anisoscope.monitoring.views import MapView, Name, SiteView
@@ -138,14 +137,13 @@ class TangentAnalysis:
         """
         found: dict[str, Mapping[Name, Result] | Exception] = {}
         if views and views[0].x.device.type == "cuda":
-            alone: dict[str, Mapping[Name, Result]] = {}
-            found |= with_room(lambda: self.stacked(views), alone)
+            found |= self.stacked(views)
         for view in views:
             if view.site not in found:
                 try:
                     found[view.site] = self(view)
-                except Exception as error:  # one site must not end the others
-                    found[view.site] = error
+                except Exception as error:  # one site must not end the others, nor keep its tensors by their frames
+                    found[view.site] = error.with_traceback(None)
         return found
 
     def stacked(self, views: Sequence[SiteView]) -> dict[str, Mapping[Name, Result]]:

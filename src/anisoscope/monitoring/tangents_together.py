@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from anisoscope.errors import AnisoscopeError
 from anisoscope.estimate import Estimate
 from anisoscope.measures.later import beside, fetched, leading_later, rejoined, side_stream
 from anisoscope.measures.leading import BLOCK
+from anisoscope.monitoring.stacking import with_room
 from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, P_VALUE, SPLIT, Asked, Here, Result, labels_of, plain
 from anisoscope.monitoring.views import Name, SiteView
 from anisoscope.rows import power_of_two_scale
@@ -97,7 +99,8 @@ def stacked_results(asked: Asked, views: Sequence[SiteView], ready: Prepared) ->
     """Results of the sites that are ordinary, by site; trackers are moved on for these alone."""
     found: dict[str, Mapping[Name, Result]] = {}
     for some, first in ((_warm(asked, views), False), (_cold(asked, views), True)):
-        found |= _results(asked, some, ready, first=first)
+        alone: dict[str, Mapping[Name, Result]] = {}
+        found |= with_room(partial(_results, asked, some, ready, first=first), alone)
     return found
 
 
@@ -160,8 +163,10 @@ def _results(
             one["tangent: by_type"] = types
         else:
             one |= asked._attempted(asked._by_type, here) if by_type is None else by_type[place]
-        for kind, pair in pairs[place].items():
-            asked._keep(view, kind, pair)
+    # Last of all: sites whose results are lost to a full device are fitted again, and must not be ahead of themselves.
+    for pair_of, site in zip(pairs, good, strict=True):
+        for kind, pair in pair_of.items():
+            asked._keep(views[site], kind, pair)
     return {views[site].site: one for one, site in zip(told, good, strict=True)}
 
 

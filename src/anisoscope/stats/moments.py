@@ -26,7 +26,7 @@ BLOCK_ROWS = 4096  # rows multiplied at a time: full speed, and still in cache
 NARROWED_ROWS = 256  # rows looked at together where nothing is multiplied: they stay in cache
 PARTED_WIDTH = 2048  # from here on tensor cores win
 PARTED_ROWS = 1024  # multiplied at a time there
-PARTED_CELLS = 1 << 28  # of products held at a time there, float32
+PARTED_CELLS = 1 << 27  # of products held at a time there, float32
 STRIP_COLUMNS = 64  # narrower strips than this no longer run at full speed
 SAFE_SIZE = 2.0**64  # rows between this and its inverse: eighth powers, the highest in use, stay far inside float64
 
@@ -228,12 +228,20 @@ def gram_in_parts(y_ND: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
     out = torch.empty(width, width, dtype=torch.float64, device=y_ND.device)
     strip = width if width < 4 * STRIP_COLUMNS else -(-width // 4)
     with full_precision(y_ND.device), on_tensor_cores(y_ND.device.type == "cuda"):
-        across = (high.mT @ low).sum(dim=0, dtype=torch.float64)
+        across = _added_up(high.mT @ low)
         for at in range(0, width, strip):  # as ``gram``: the lower half is a copy of the upper
-            part = (high[:, :, at : at + strip].mT @ high[:, :, at:]).sum(dim=0, dtype=torch.float64)
+            part = _added_up(high[:, :, at : at + strip].mT @ high[:, :, at:])
             out[at : at + strip, at:] = part
             out[at:, at : at + strip] = part.T
     return out.add_(across).add_(across.T)
+
+
+def _added_up(parts: Float[Tensor, "p a b"]) -> Float[Tensor, "a b"]:
+    """Their sum in float64, one after another: ``sum`` would copy all of them to float64 first."""
+    total = parts[0].double()
+    for one in parts[1:]:
+        total += one
+    return total
 
 
 def _rows_in_parts(width: int) -> int:

@@ -158,7 +158,8 @@ class Draws:
         for right in rights:
             images = _times_half(z, right) if z.device.type == "cpu" else z @ right
             forms.append(z @ images[:, :, :width].mT)
-            columns.extend(images[:, :, width:].mT.split(z.shape[1], dim=1))
+            # A copy, or these few columns would keep all images of all moments.
+            columns.extend(images[:, :, width:].mT.contiguous().split(z.shape[1], dim=1))
         form = torch.stack(forms)
         random = self.random(form, at)
         within, across = columns[:bases], columns[bases:]

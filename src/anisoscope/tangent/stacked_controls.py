@@ -9,15 +9,13 @@ width.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from anisoscope.kernels import kernels_of, on_its_device
 from anisoscope.stats.moments import PARTED_WIDTH
 from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores, two_parts
 from anisoscope.tangent.sweeps import has_kernels, inverses
@@ -193,6 +191,7 @@ def _traces(matrices: Float[Tensor, "*lead k k"]) -> Float[Tensor, "*lead"]:
     return matrices.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
 
 
+@on_its_device
 def _by_kernel(
     moments: Moments, q: Float[Tensor, "s p d k"], z: Float[Tensor, "b k d"], near: Float[Tensor, "b k d"],
     inner: Float[Tensor, "b k k"],
@@ -216,7 +215,7 @@ def _by_kernel(
         z.new_empty(sites, bases, b + 1),
         z.new_empty(sites, 2),
     )
-    kernels = _kernels()
+    kernels = kernels_of("controls")
     places = max(kernels.LEAST_PLACES, 1 << (k - 1).bit_length())
     kernels.controls[(b, bases + 1, sites)](
         inner, columns.flatten(0, 1) @ flat.mT, columns @ columns.mT, images.view(b, k * sites, width) @ z.mT,
@@ -240,9 +239,3 @@ def _of_groups(
     forms = _product(flat, groups.view(-1, width)).view(b, k * sites * count, width) @ near.mT
     held = q[:, None] @ groups
     return forms, held.flatten(1, 2) @ q.mT, held.view(-1, width) @ flat.mT
-
-
-@functools.cache
-def _kernels() -> Any:
-    """The module of kernels, which cannot be imported without Triton."""
-    return importlib.import_module("anisoscope.kernels.controls")

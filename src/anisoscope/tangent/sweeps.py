@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from anisoscope.kernels import has_triton, kernels_of
+from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 
 MOST_CONCEPTS = 64  # more of them no longer fit into registers
 TILE, COLUMNS_MOST, COLUMNS_LEAST = 2048, 256, 32  # codes and rows that one warp keeps in registers
@@ -16,7 +16,7 @@ TILE, COLUMNS_MOST, COLUMNS_LEAST = 2048, 256, 32  # codes and rows that one war
 
 def has_kernels(device: torch.device, rank: int) -> bool:
     """Whether the kernels serve: a GPU, Triton, and no more concepts than registers hold."""
-    return device.type == "cuda" and rank <= MOST_CONCEPTS and has_triton()
+    return rank <= MOST_CONCEPTS and kernels_run(device)
 
 
 def swept_all(
@@ -45,6 +45,7 @@ def swept_all(
     return torch.where(active[:, None, None], z, codes)
 
 
+@on_its_device
 def rounds(
     codes: Float[Tensor, "f k n"],
     cross: Float[Tensor, "f k n"],
@@ -78,6 +79,7 @@ def _all_active(fits: int, device: torch.device) -> Tensor:
     return torch.ones(fits, dtype=torch.bool, device=device)
 
 
+@on_its_device
 def inverses(
     second: Float[Tensor, "f k k"], active: Bool[Tensor, "f"], limit: float
 ) -> tuple[Float[Tensor, "f k k"], Bool[Tensor, "f"]]:
@@ -88,6 +90,7 @@ def inverses(
     return out, good
 
 
+@on_its_device
 def account(
     pull: Float[Tensor, "f k d"], fresh: Float[Tensor, "f k d"], second: Float[Tensor, "f k k"],
     own: Float[Tensor, "f k k"], size: Float[Tensor, "f"], error: Float[Tensor, "f"], active: Bool[Tensor, "f"],

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anisoscope.kernels import kernels_of
+from anisoscope.kernels import kernels_of, on_its_device
 from anisoscope.tangent.sweeps import has_kernels, inverses
 
 LEAST_PLACES = 16  # what a product on tensor cores takes
@@ -19,6 +19,7 @@ def can_visit(a: Float[Tensor, "f n d"], rank: int) -> bool:
     return has_kernels(a.device, rank) and a.dtype == torch.float32
 
 
+@on_its_device
 def warm_codes(
     a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], sweeps: int, settled: float
 ) -> Float[Tensor, "f k n"]:
@@ -52,6 +53,7 @@ class HalfSteps:
         # Zeros: what is not active is never written, and meets an inverse of zero.
         return cls(a.contiguous(), a.new_zeros(fits, tiles, rank, width), a.new_zeros(fits, tiles, rank, rank))
 
+    @on_its_device
     def take(
         self, codes: Float[Tensor, "f k n"], concepts: Float[Tensor, "f k d"], gram: Float[Tensor, "f k k"],
         active: Tensor, sweeps: int,

@@ -245,6 +245,7 @@ class _Run:
         whole = self.data.batch(number, self.plan.batch_size, self.variant.objective, self.seed)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.plan, number)
+        self.optimiser.zero_grad(set_to_none=True)  # an observer may have left some
         loss = self._backward(whole)
         onlookers.tell("after_backward", number)
         norm = self._clip()
