@@ -1,13 +1,10 @@
 """The kernel of controls, run by Triton's interpreter, says what plain products say."""
 
 import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from test_kernels import run
 
 from anisoscope.tangent import stacked_controls
 from anisoscope.tangent.stacked_controls import Moments, of_controls
@@ -17,10 +14,7 @@ from anisoscope.tangent.stacked_controls import Moments, of_controls
 def cases():
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton")
-    command = [sys.executable, str(Path(__file__).parent / "control_kernel_cases.py")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run(script="control_kernel_cases.py")
 
 
 def test_the_kernel_says_what_plain_products_say(cases):

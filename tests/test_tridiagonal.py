@@ -1,13 +1,10 @@
 """Tridiagonal forms of many matrices: kernels in Triton's interpreter, the plain way, and what is built on both."""
 
 import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from test_kernels import run
 
 from anisoscope.measures import tridiagonal
 from anisoscope.measures.tridiagonal import eigenvalues, fits, floor, leading_vector, poles, programs_each, reduced
@@ -18,10 +15,7 @@ def kernels():
     """What the kernels gave, all cases in one process: most of its time is the interpreter's."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton")
-    command = [sys.executable, str(Path(__file__).parent / "tridiagonal_cases.py")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run(script="tridiagonal_cases.py")
 
 
 def test_kernels_find_a_similar_tridiagonal_matrix(kernels):
