@@ -8,8 +8,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import probe
 import torch
@@ -22,13 +26,17 @@ from anisoscope.monitoring.tangents import TangentAnalysis
 from anisoscope.runs.store import RunReader, RunWriter
 from anisoscope.schedule import every
 from anisoscope.text.frequency import TokenCounts
-from anisoscope.train.loop import train
-from anisoscope.train.observers import Setting
-from anisoscope.train.recipe import parse_recipe
+from anisoscope.train.data import TrainingData
+from anisoscope.train.loop import TrainResult, train
+from anisoscope.train.observers import Observer, Setting
+from anisoscope.train.recipe import Recipe, parse_recipe
 from anisoscope.watching.study import prepare_all
 from anisoscope.watching.watcher import Watcher
 
+T = TypeVar("T")
+
 LOOKS = 12
+STRETCH = 25  # updates that one of two trainings does before the other goes on
 
 RECIPE = """
 name: overhead
@@ -75,7 +83,10 @@ def look_seconds(layers: int, width: int, vectors: int, looks: int) -> list[floa
 
 
 def overhead(steps: int = 3000) -> list[Table]:
-    """The same training twice, without the monitor and with it as a recipe has it by default: 16 looks."""
+    """The same training without the monitor and with it as a recipe has it by default, 16 looks, stretch by stretch.
+
+    Clocks of a device drift by more than the monitor costs: two trainings one after another would tell of the drift.
+    """
     recipe = parse_recipe(RECIPE.replace("STEPS", str(steps)))
     assert recipe.monitor is not None  # the default
     data = next(iter(prepare_all(recipe).values()))
@@ -83,44 +94,56 @@ def overhead(steps: int = 3000) -> list[Table]:
         f"A training with and without the monitor, {steps:,} updates of 16,384 tokens in bfloat16",
         ("", "weights", "seconds", "a step, median", "peak memory", "looks", "a look, median", "seconds in looks"),
     )
-    found = []
-    with tempfile.TemporaryDirectory() as place:  # libraries of the device start once, and in neither of the two
-        train(recipe, "decoder", 0, folder=Path(place) / "cell", data=data, until=20)
+    _trained(recipe, data, [], until=20)  # libraries of the device start once, and in neither of the two
     kernels = tempfile.TemporaryDirectory()
     os.environ["TRITON_CACHE_DIR"] = kernels.name  # where there are none yet: what they cost once is told apart
     fresh = float(subprocess.check_output([sys.executable, __file__], text=True).splitlines()[-1])
-    for watched in (False, True):
+    baton = _Baton()
+    timers = [_Timer(baton, number) for number in (0, 1)]
+    with ThreadPoolExecutor(2) as threads:
+        plain = threads.submit(baton.held, lambda: _trained(recipe, data, [timers[0]]))
+        seen = threads.submit(baton.held, lambda: _watched(recipe, data, timers[1]))
+        ended, looks = plain.result(), seen.result()
+    peaks = []
+    for act in (lambda: _trained(recipe, data, [], until=60), lambda: _watched(recipe, data, None, until=60)):
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        timer, looks = _Timer(), [0.0]
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place) / "cell"
-            if watched:
-                run = Path(place) / "run"
-                with RunWriter.create(run, recipe=recipe.describe()) as writer:
-                    watcher = Watcher(recipe.monitor, writer, "decoder")
-                    ended = train(
-                        recipe, "decoder", 0, folder=folder, observers=[_Start(timer), watcher, timer], data=data
-                    )
-                with RunReader(run) as reader:
-                    looks = [float(one.info["seconds"]) for one in reader.probes()]
-            else:
-                ended = train(recipe, "decoder", 0, folder=folder, observers=[_Start(timer), timer], data=data)
-        step, look, peak = statistics.median(timer.steps), statistics.median(looks), torch.cuda.max_memory_allocated()
-        found.append((step, look, peak, timer.whole))
-        count = str(len(looks)) if watched else "0"
-        table.add("with" if watched else "without", f"{ended.parameters / 1e6:.0f} M", f"{timer.whole:.1f}",
-                  seconds(step), f"{peak / 1e9:.2f} GB", count, seconds(look), f"{sum(looks):.1f}")  # fmt: skip
-    (step, _, peak, alone), (watched_step, look, watched_peak, watched) = found
+        act()
+        peaks.append(torch.cuda.max_memory_allocated())
+    look, (step, watched_step) = statistics.median(looks), (statistics.median(timer.steps) for timer in timers)
+    for name, timer, peak, told in (("without", timers[0], peaks[0], []), ("with", timers[1], peaks[1], looks)):
+        table.add(
+            name, f"{ended.parameters / 1e6:.0f} M", f"{timer.whole:.1f}", seconds(statistics.median(timer.steps)),
+            f"{peak / 1e9:.2f} GB", str(len(told)), seconds(look) if told else "", f"{sum(told):.1f}",
+        )  # fmt: skip
     table.words = (
-        f"Up to the last step the training takes {watched / alone - 1:+.2%} longer with the monitor, all of its looks "
-        f"counted, the first of which, before the first step, took {seconds(looks[0])}; steps without a look "
-        f"{watched_step / step - 1:+.2%}; peak memory is {watched_peak / peak - 1:+.1%}. A look of {seconds(look)} is "
-        f"{look / step:.1f} steps. Not counted: kernels are compiled once on a machine; where none of them was, the "
-        f"first look of a process took {seconds(fresh)}."
+        f"Both go on in turn, {STRETCH} updates each, the device waited for at every change. With the monitor the "
+        f"training takes {timers[1].whole / timers[0].whole - 1:+.2%} longer, all of its looks counted, the first of "
+        f"which, before the first step, took {seconds(looks[0])}; steps without a look "
+        f"{watched_step / step - 1:+.2%}; peak memory, each alone for 60 updates, is {peaks[1] / peaks[0] - 1:+.1%}. "
+        f"A look of {seconds(look)} is {look / step:.1f} steps. Not counted: kernels are compiled once on a machine; "
+        f"where none of them was, the first look of a process took {seconds(fresh)}."
     )
     return [table]
+
+
+def _trained(recipe: Recipe, data: TrainingData, observers: list[Observer], until: int | None = None) -> TrainResult:
+    with tempfile.TemporaryDirectory() as place:
+        return train(recipe, "decoder", 0, folder=Path(place) / "cell", observers=observers, data=data, until=until)
+
+
+def _watched(recipe: Recipe, data: TrainingData, timer: _Timer | None, until: int | None = None) -> list[float]:
+    """Seconds of each look of such a training."""
+    assert recipe.monitor is not None
+    with tempfile.TemporaryDirectory() as place:
+        run = Path(place) / "run"
+        with RunWriter.create(run, recipe=recipe.describe()) as writer:
+            watcher = Watcher(recipe.monitor, writer, "decoder")
+            around = [watcher] if timer is None else [_First(timer), watcher, timer]
+            _trained(recipe, data, around, until)
+        with RunReader(run) as reader:
+            return [float(one.info["seconds"]) for one in reader.probes()]
 
 
 def first_look() -> float:
@@ -135,21 +158,52 @@ def first_look() -> float:
         return float(watcher.monitor.last.info["seconds_in_looks"]) - float(watcher.monitor.last.info["seconds"])
 
 
-class _Timer:
-    """An observer that notes how long steps took, from the first to the last thing that happens in them."""
+class _Baton:
+    """Held by one of two trainings at a time: the first, the second twice, the first twice, and so on."""
 
     def __init__(self) -> None:
+        self._turn, self._alone, self._changed = 0, False, threading.Condition()
+
+    def take(self, who: int) -> None:
+        """Wait for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._alone or (self._turn + 1) // 2 % 2 == who)
+
+    def give(self) -> None:
+        """To whose turn it is."""
+        with self._changed:
+            self._turn += 1
+            self._changed.notify_all()
+
+    def held(self, act: Callable[[], T]) -> T:
+        """What a training gives. Whoever ends, well or not, leaves the baton to the other for good."""
+        try:
+            return act()
+        finally:
+            with self._changed:
+                self._alone = True
+                self._changed.notify_all()
+
+
+class _Timer:
+    """An observer that notes how long a training and its steps took while it held the baton."""
+
+    def __init__(self, baton: _Baton, who: int) -> None:
         self.steps: list[float] = []
-        self._first = self._began = self._ended = 0.0
+        self.whole = 0.0
+        self._baton, self._who, self._since, self._began = baton, who, 0.0, 0.0
 
-    @property
-    def whole(self) -> float:
-        """Seconds from the start of the clock to the last step, looks and all."""
-        return self._ended - self._first
+    def attach(self, setting: Setting) -> None:
+        self.begin()
 
-    def start(self) -> None:
-        """Start the clock."""
-        self._first = time.perf_counter()
+    def begin(self) -> None:
+        """Start the clock, once."""
+        if not self._since:
+            self._take()
+
+    def _take(self) -> None:
+        self._baton.take(self._who)
+        self._since = time.perf_counter()
 
     def before_step(self, step: int) -> None:
         self._began = time.perf_counter()
@@ -158,22 +212,37 @@ class _Timer:
         pass
 
     def after_step(self, step: int, loss: float, tokens: int) -> None:
-        self._ended = time.perf_counter()
-        self.steps.append(self._ended - self._began)
+        self.steps.append(time.perf_counter() - self._began)
+        if step % STRETCH == 0:
+            torch.cuda.synchronize()
+            self.whole += time.perf_counter() - self._since
+            self._baton.give()
+            self._take()
 
     def close(self) -> None:
         pass
 
 
-class _Start(_Timer):
-    """Starts the clock of a timer. It stands before the watcher, whose first look comes before the first step."""
+class _First:
+    """Starts a timer's clock. It stands before the watcher, whose first look comes before the first step."""
 
     def __init__(self, timer: _Timer) -> None:
-        super().__init__()
         self._timer = timer
 
     def attach(self, setting: Setting) -> None:
-        self._timer.start()
+        self._timer.begin()
+
+    def before_step(self, step: int) -> None:
+        pass
+
+    def after_backward(self, step: int) -> None:
+        pass
+
+    def after_step(self, step: int, loss: float, tokens: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 if __name__ == "__main__":
