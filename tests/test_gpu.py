@@ -182,7 +182,7 @@ def test_a_look_without_room_for_all_sites_takes_them_one_by_one(monkeypatch):
     def full(*args, **options):
         return torch.empty(1 << 50, device="cuda")
 
-    monkeypatch.setattr(tangents_together, "_results", full)
+    monkeypatch.setattr(tangents_together, "_begin", full)
     draw = torch.Generator().manual_seed(0)
     x, ids, sequences = cloud(2048, 32), torch.arange(2048) % 50, torch.arange(2048) // 64
     g = torch.randn(2048, 32, generator=draw)

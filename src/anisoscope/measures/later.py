@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -59,31 +60,48 @@ def eigh_later(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, T
     if matrices.device.type != "cuda":
         found = torch.linalg.eigh(matrices)
         return lambda: (found[0], found[1])
+    return (_eigh_on_host if better_on_host(matrices.shape[1]) else _eigh_on_gpu)(matrices)
+
+
+def _eigh_on_host(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, Tensor]]:
     device = matrices.device
-    ready = torch.cuda.current_stream(device).record_event()
-    on_host = better_on_host(matrices.shape[1])
+    given, turned = (torch.empty(matrices.shape, dtype=matrices.dtype, pin_memory=True) for _ in range(2))
+    values = torch.empty(matrices.shape[:2], dtype=matrices.dtype, pin_memory=True)
+    given.copy_(matrices, non_blocking=True)
+    ready = torch.cuda.Event(blocking=True)  # threads that wait for it sleep
+    ready.record(torch.cuda.current_stream(device))
 
-    def work(some: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        stream = torch.cuda.Stream(device) if on_host else _stream("eigh", device)
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            some.record_stream(stream)
-            values, vectors = torch.linalg.eigh(some.cpu() if on_host else some)
-            values, vectors = values.to(device), vectors.mT.to(device).mT
-            return values, vectors, stream.record_event()
+    def work(at: int) -> None:
+        ready.synchronize()
+        values[at], vectors = torch.linalg.eigh(given[at])
+        turned[at] = vectors.mT  # as they lie in memory
 
-    pool = _POOL if on_host else _GPU
-    tasks = [pool.submit(work, some) for some in (matrices.split(1) if on_host else (matrices,))]
+    tasks = [_POOL.submit(work, at) for at in range(len(matrices))]
 
     def result() -> tuple[Tensor, Tensor]:
-        here, parts = torch.cuda.current_stream(device), []
         for task in tasks:
-            values, vectors, done = task.result()
-            here.wait_event(done)
-            values.record_stream(here)
-            vectors.record_stream(here)
-            parts.append((values, vectors))
-        return torch.cat([one for one, _ in parts]), torch.cat([one for _, one in parts])
+            task.result()
+        return values.to(device, non_blocking=True), turned.to(device, non_blocking=True).mT
+
+    return result
+
+
+def _eigh_on_gpu(matrices: Float[Tensor, "m d d"]) -> Callable[[], tuple[Tensor, Tensor]]:
+    device = matrices.device
+    stream = side_stream("eigh", matrices)
+    assert stream is not None
+
+    def work() -> tuple[Tensor, Tensor]:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            values, vectors = torch.linalg.eigh(matrices)
+            return values, vectors
+
+    task = _GPU.submit(work)
+
+    def result() -> tuple[Tensor, Tensor]:
+        found = task.result()
+        rejoined(stream, device, found)
+        return found
 
     return result
 
@@ -171,9 +189,29 @@ def rejoined(stream: torch.cuda.Stream | None, device: torch.device, made: Itera
 
 def fetched(found: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """All of these on the host, as float64, in one transfer."""
-    flat = torch.cat([one.double().reshape(-1) for one in found.values()]).cpu().numpy()
-    out, at = {}, 0
-    for name, one in found.items():
-        out[name] = flat[at : at + one.numel()].reshape(tuple(one.shape))
-        at += one.numel()
-    return out
+    return fetched_later(found)()
+
+
+def fetched_later(found: Mapping[str, Tensor]) -> Callable[[], dict[str, np.ndarray]]:
+    """Begin that transfer; the function returned waits for it, and not for what is begun after it."""
+    shapes = {name: tuple(one.shape) for name, one in found.items()}
+    there = torch.cat([one.double().reshape(-1) for one in found.values()])
+    on_gpu = there.device.type == "cuda"
+    here = torch.empty_like(there, device="cpu", pin_memory=True).copy_(there, non_blocking=True) if on_gpu else there
+    done = torch.cuda.current_stream(there.device).record_event() if on_gpu else None
+
+    def finish() -> dict[str, np.ndarray]:
+        if done is not None:
+            done.synchronize()
+        flat, out, at = here.numpy(), {}, 0
+        for name, shape in shapes.items():
+            out[name] = flat[at : (at := at + math.prod(shape))].reshape(shape)
+        return out
+
+    return finish
+
+
+def sent(values: Sequence[float], like: Tensor) -> Tensor:
+    """Numbers on the device and in the type of another tensor. A plain copy would wait for all that is under way."""
+    found = torch.tensor(values, dtype=like.dtype)
+    return found.pin_memory().to(like.device, non_blocking=True) if like.device.type == "cuda" else found

@@ -7,6 +7,7 @@ grows fast above; then come orthonormal columns and their Ritz values. Every ste
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,9 +61,7 @@ def begin_leading(
 ) -> Callable[[], Leading]:
     """The same in two parts: as many cycles as there are anyway, and then the rest, asking for each if it is needed."""
     many, width, _ = matrices.shape
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(width, BLOCK, generator=generator, dtype=matrices.dtype).to(matrices.device)
-    columns = drawn.repeat(many, 1, 1)
+    columns = _drawn(width, seed, matrices.dtype, matrices.device).repeat(many, 1, 1)
     if start is not None:
         columns[:, :, :-FRESH] = start[:, :, :-FRESH]
     degrees, (least, most) = (DEGREES, CYCLES) if start is None else (DEGREES[2:], (2, CYCLES[1]))
@@ -79,6 +78,11 @@ def begin_leading(
         return Leading(last.ritz.values, last.ritz.columns, last.settled)
 
     return finish
+
+
+@functools.lru_cache(maxsize=8)
+def _drawn(width: int, seed: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "d b"]:
+    return torch.randn(width, BLOCK, generator=torch.Generator().manual_seed(seed), dtype=dtype).to(device)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from anisoscope.estimate import Estimate
 from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 from anisoscope.measures import stacked_masked
 from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order, unless_biased
-from anisoscope.measures.later import fetched, no_room
+from anisoscope.measures.later import beside, fetched, no_room, rejoined, side_stream
 from anisoscope.measures.spectrum import GRAM_LIMIT
 from anisoscope.measures.stacked_spectra import Spectra, begin_spectra
 from anisoscope.measures.uncertainty import Bar, fields, spread_runs
@@ -63,15 +63,19 @@ def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: 
         good = torch.isfinite(sums.covariance).all(dim=2).all(dim=1)[:, None, None]
         later = begin_spectra(torch.where(good, sums.covariance, torch.eye(width, device=stack.device).double()))
     neighbours = _attempted(lambda: stacked_masked.begin(stack)) if "two_nn" in names else None
+    # From here: the rest need not wait for what others begin meanwhile. What is large would keep memory of its own.
+    stream = side_stream("measures", stack) if stack.numel() <= WIDE_CELLS else None
 
     def finish() -> list[dict[str, Estimate] | None]:
-        if sums is not None:
-            table.update(sums.table())
-            if "isoscore" in names:
-                table["isoscore means"] = _isoscore_means(sums)
-            if later is not None:
-                table.update(_of_spectrum(sums, later()))
-        found = fetched(table)
+        with beside(stream):
+            if sums is not None:
+                table.update(sums.table())
+                if "isoscore" in names:
+                    table["isoscore means"] = _isoscore_means(sums)
+                if later is not None:
+                    table.update(_of_spectrum(sums, later()))
+            found = fetched(table)
+        rejoined(stream, stack.device, ())  # what it has read is used again only after that
         dimensions = None if neighbours is None else _attempted(neighbours)
         return _told(found, names, n, width, dimensions or [None] * len(rows))
 

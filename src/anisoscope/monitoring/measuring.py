@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TypeAlias
+from functools import cached_property, partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -145,10 +145,11 @@ def _enter_views(book: Book, views: Sequence[SiteView], what: What) -> None:
         else Stacked()
     )
     slices = [begin_slice(views, where, what.global_measures) for where in what.slices if where != ALL]
-    together = {name: of_all(views) for name, one in what.analyses.items() if (of_all := _of_all(one)) is not None}
-    states, gradients = stacked.finish()
+    analyses = {name: begun for name, one in what.analyses.items() if (begun := _begin(one, views)) is not None}
+    states, gradients = stacked.finish()  # while a GPU goes on with the analyses
     sliced = [finish() for finish in slices]
     del stacked, slices  # they hold the rows of all sites, and what is left to measure may need the room
+    together = {name: analyses.pop(name)() for name in list(analyses)}
     for view in views:
         _enter_states(book, view, what, states.get(view.site, {}))
         for one in sliced:
@@ -215,24 +216,26 @@ def _enter_slice(book: Book, site: str, one: Slice, what: What) -> None:
             book.fail(site, name, result, one.where)
 
 
-OfAll: TypeAlias = Callable[[Sequence[SiteView]], Mapping[str, Mapping[Name, Estimate | Curve | Exception] | Exception]]
+OfAll: TypeAlias = Mapping[str, Mapping[Name, Estimate | Curve | Exception] | Exception]
 
 
-def _of_all(analysis: Analysis) -> OfAll | None:
-    """How an analysis takes all sites of a look together, where it can: its method ``together``."""
-    found = getattr(analysis, "together", None)
-    if found is None:
+def _begin(analysis: Analysis, views: Sequence[SiteView]) -> Callable[[], OfAll] | None:
+    """Begin an analysis that takes all sites of a look together, by its method ``begin_together`` or ``together``."""
+    at_once: Any = getattr(analysis, "together", None)
+    begin: Any = getattr(analysis, "begin_together", None)
+    if at_once is None and begin is None:
         return None
 
-    def attempt(
-        views: Sequence[SiteView],
-    ) -> Mapping[str, Mapping[Name, Estimate | Curve | Exception] | Exception]:
+    def attempt(act: Callable[[], OfAll]) -> OfAll:
         try:
-            return dict(found(views))
+            return dict(act())
         except Exception as error:  # no site has anything then
             return {view.site: error for view in views}
 
-    return attempt
+    try:
+        return partial(attempt, partial(at_once, views) if begin is None else begin(views))
+    except Exception as error:
+        return partial(dict, {view.site: error for view in views})
 
 
 def _loss(look: Look) -> Estimate:

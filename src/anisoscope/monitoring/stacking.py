@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anisoscope.estimate import Estimate
 from anisoscope.measures.base import with_notes
-from anisoscope.measures.later import no_room
+from anisoscope.measures.later import fetched_later, no_room, sent
 from anisoscope.measures.stacked import STACKED, Finish, begin
 from anisoscope.monitoring.views import SiteView
 
@@ -72,9 +72,9 @@ class Stacked:
         if not alike:
             return cls()
         names = [name for name in measures if name in STACKED]
-        states = begin([view.x for view in views], names) if names else (lambda: [])
         gradients = _begin_gradients(views, gradient_measures, norm)
-        return cls(lambda: _by_site(views, states), gradients)
+        states = begin([view.x for view in views], names) if names else (lambda: [])
+        return cls(lambda: _by_site(views, states), gradients())
 
     def finish(self) -> tuple[Found, Found]:
         """Results by site: of states by measure, of gradients by the names of their records."""
@@ -96,14 +96,24 @@ def _with_reason(found: Estimate) -> Estimate:
     return found
 
 
-def _begin_gradients(views: Sequence[SiteView], measures: Sequence[str], norm: Norm) -> Callable[[], Found]:
+def _begin_gradients(
+    views: Sequence[SiteView], measures: Sequence[str], norm: Norm
+) -> Callable[[], Callable[[], Found]]:
+    """Ask for the lengths of the rows, which say what is to be measured of them; then begin that; then give it."""
     whole = [view for view in views if view.g is not None and view.g.dtype == torch.float32 and len(view.g)]
     if not whole or not set(measures) <= set(STACKED):
-        return dict
+        return lambda: dict
     if len({(view.g.shape, view.g.device) for view in whole if view.g is not None}) > 1:
-        return dict
+        return lambda: dict
     rows = torch.stack([view.g for view in whole if view.g is not None])
-    squares = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64).square_().cpu()
+    lengths = fetched_later({"": torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64).square_()})
+    return lambda: _begin_moving(whole, rows, torch.from_numpy(lengths()[""]), measures, norm)
+
+
+def _begin_moving(
+    whole: Sequence[SiteView], rows: Tensor, squares: Tensor, measures: Sequence[str], norm: Norm
+) -> Callable[[], Found]:
+    """Begin to measure the rows that are not zero, by their squared lengths."""
     moving = squares > 0
     good = (torch.isfinite(squares).all(dim=1) & moving.any(dim=1) & (moving == moving[0]).all(dim=1)).tolist()
     if not any(good):
@@ -114,7 +124,7 @@ def _begin_gradients(views: Sequence[SiteView], measures: Sequence[str], norm: N
     largest = squares.amax(dim=1).sqrt().tolist()
     factors = [math.ldexp(1.0, -math.frexp(one)[1]) for one, fine in zip(largest, good, strict=True) if fine]
     scaled = rows if all(good) else rows[torch.tensor(good).nonzero().reshape(-1).to(rows.device)]
-    scaled = (scaled.index_select(1, at) if left else scaled) * rows.new_tensor(factors)[:, None, None]
+    scaled = (scaled.index_select(1, at) if left else scaled) * sent(factors, rows)[:, None, None]
     finish = begin(scaled, list(measures))
 
     def finished() -> Found:

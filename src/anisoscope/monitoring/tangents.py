@@ -18,7 +18,7 @@ from torch import Tensor
 from anisoscope.errors import AnisoscopeError, OptionError, SiteError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
 from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, P_VALUE, SPLIT, Here, Result, labels_of, plain
-from anisoscope.monitoring.tangents_together import STACKED, Prepared, alike, prepared, stacked_results
+from anisoscope.monitoring.tangents_together import STACKED, Prepared, alike, begin_stacked, prepared
 from anisoscope.monitoring.views import MapView, Name, SiteView
 from anisoscope.runs.records import Curve
 from anisoscope.stats.moments import Moments
@@ -135,27 +135,39 @@ class TangentAnalysis:
         On a GPU ordinary sites share their work, and what they say is what each says alone, up to rounding; semi-NMF
         starts from another k-means there.
         """
-        found: dict[str, Mapping[Name, Result] | Exception] = {}
-        if views and views[0].x.device.type == "cuda":
-            found |= self.stacked(views)
-        for view in views:
-            if view.site not in found:
-                try:
-                    found[view.site] = self(view)
-                except Exception as error:  # one site must not end the others, nor keep its tensors by their frames
-                    found[view.site] = error.with_traceback(None)
-        return found
+        return self.begin_together(views)()
+
+    def begin_together(self, views: Sequence[SiteView]) -> Callable[[], dict[str, Mapping[Name, Result] | Exception]]:
+        """The same in two parts, so that a GPU has work while something else is told."""
+        on_gpu = bool(views) and views[0].x.device.type == "cuda"
+        stacked = self.begin_stacked(views) if on_gpu else dict
+
+        def finish() -> dict[str, Mapping[Name, Result] | Exception]:
+            found: dict[str, Mapping[Name, Result] | Exception] = dict(stacked())
+            for view in views:
+                if view.site not in found:
+                    try:
+                        found[view.site] = self(view)
+                    except Exception as error:  # one site must not end the others, nor keep its tensors by their frames
+                        found[view.site] = error.with_traceback(None)
+            return found
+
+        return finish
 
     def stacked(self, views: Sequence[SiteView]) -> dict[str, Mapping[Name, Result]]:
         """Results of those sites that can be taken together, on any device."""
+        return self.begin_stacked(views)()
+
+    def begin_stacked(self, views: Sequence[SiteView]) -> Callable[[], dict[str, Mapping[Name, Result]]]:
+        """Begin with those sites."""
         if any(self._due(view) for view in views) or not set(self.proxies) <= set(STACKED) or not alike(views):
-            return {}
+            return dict
         if self._prepared is None or not self._prepared.fits(views[0]):
             try:
                 self._prepared = prepared(self, views[0], BOOTSTRAPS)
             except AnisoscopeError:  # too few sequences, unknown ids: told site by site
-                return {}
-        return stacked_results(self, views, self._prepared)
+                return dict
+        return begin_stacked(self, views, self._prepared)
 
     def _due(self, view: SiteView) -> bool:
         """Whether the dear checks are due."""

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from anisoscope.measures.later import sent
 from anisoscope.measures.leading import orthonormal_columns
 from anisoscope.stats.moments import grams, in_parts
 from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
@@ -58,7 +59,7 @@ class Centred:
                 mean[few, half], rows[few, half, : len(at)] = middle, near
                 scatter[few, half] = grams(near, exact=x.dtype == torch.float64)
         total = scatter.diagonal(dim1=2, dim2=3).sum(dim=2)
-        counts = torch.tensor([len(half) for half in halves], device=x.device).repeat(sites)
+        counts = sent([len(half) for half in halves], halves[0]).repeat(sites)
         return cls(rows.flatten(0, 1), counts, mean.flatten(0, 1), scatter.flatten(0, 1), total.flatten())
 
     def spread(self) -> Bool[Tensor, "f"]:
