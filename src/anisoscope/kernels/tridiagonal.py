@@ -54,9 +54,9 @@ def _reflection(alpha, tail):
 
 
 @triton.jit
-def _first_block(done, low, own, P, R: tl.constexpr):
-    """The first block of rows of a program in a stripe; a row is always with the same program."""
-    begin = tl.maximum(done + 1, low) // R
+def _first_block(done, own, P, R: tl.constexpr):
+    """The first block of rows of a program; a row is always with the same program."""
+    begin = (done + 1) // R
     return begin + (own + P - begin % P) % P
 
 
@@ -70,11 +70,9 @@ def _tile(a, block, blocks, c, S, R: tl.constexpr):
 
 
 @triton.jit
-def _entries(x, down, block, blocks, low, R: tl.constexpr):
-    """Of the column in a block of rows, and of what the stripe before gave there."""
-    r = tl.minimum(block, blocks - 1) * R + tl.arange(0, R)
-    before = tl.load(down + r, mask=r < tl.where(low > 0, blocks * R, 0), other=0.0, cache_modifier=".cg")
-    return tl.load(x + r, cache_modifier=".cg"), before
+def _entries(x, block, blocks, R: tl.constexpr):
+    """Of the column in a block of rows."""
+    return tl.load(x + tl.minimum(block, blocks - 1) * R + tl.arange(0, R), cache_modifier=".cg")
 
 
 @triton.jit
@@ -155,40 +153,29 @@ def _earlier_columns(v, w, sums, n, S, P, done, PP: tl.constexpr, K: tl.constexp
 
 @triton.jit
 def _share_of_product(
-    a, x, across, down, forms, coming, x_c, x_r, before, scale, begin, blocks, own, n, room, S, P, done,
+    a, x, across, down, forms, coming, x_c, x_r, scale, begin, blocks, own, room, S, P, done,
     W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """A program's blocks of rows times the reflector: what is below the diagonal counts for both its places.
 
-    ``coming`` is the first tile, ``x_c``, ``x_r`` and ``before`` what belongs to it. Only ever asked for with one
-    stripe, W being at least n: a second one was right where kernels are interpreted and wrong on a GPU.
+    ``coming`` is the first tile, ``x_c`` and ``x_r`` what belongs to it.
     """
     c = tl.arange(0, W)
-    form = tl.zeros((), dtype=tl.float64)
-    for low in range(0, n, W):
-        v_c = tl.where(c > done + 1, x_c * scale, tl.where(c == done + 1, 1.0, 0.0))
-        below = tl.zeros((W,), dtype=tl.float64)
-        form_r = tl.zeros((R,), dtype=tl.float64)
-        for block in range(begin, blocks, P):
-            tile, sofar, r = coming, before, block * R + tl.arange(0, R)
-            v_r = tl.where(r > done + 1, x_r * scale, tl.where(r == done + 1, 1.0, 0.0))
-            coming = _tile(a, block + P, blocks, c, S, R)
-            x_r, before = _entries(x, down, block + P, blocks, low, R)
-            along = tl.sum(tile * v_c[None, :], axis=1)
-            # All of the square on the diagonal has been counted.
-            below += tl.where(c < block * R, tl.sum(tile * v_r[:, None], axis=0), 0.0)
-            tl.store(down + r, sofar + along)
-            form_r += along * v_r
-        tl.store(across + own * S + c, below, mask=c < room)
-        form += tl.sum(form_r, axis=0) + tl.sum(below * v_c, axis=0)
-        if low + W < n:
-            tl.debug_barrier()
-            c += W
-            begin = _first_block(done, low + W, own, P, R)
-            coming = _tile(a, begin, blocks, c, S, R)
-            x_c = tl.load(x + c, mask=c < room, other=0.0, cache_modifier=".cg")
-            x_r, before = _entries(x, down, begin, blocks, low + W, R)
-    tl.store(forms + own, form)
+    v_c = tl.where(c > done + 1, x_c * scale, tl.where(c == done + 1, 1.0, 0.0))
+    below = tl.zeros((W,), dtype=tl.float64)
+    form = tl.zeros((R,), dtype=tl.float64)
+    for block in range(begin, blocks, P):
+        tile, r = coming, block * R + tl.arange(0, R)
+        v_r = tl.where(r > done + 1, x_r * scale, tl.where(r == done + 1, 1.0, 0.0))
+        coming = _tile(a, block + P, blocks, c, S, R)
+        x_r = _entries(x, block + P, blocks, R)
+        along = tl.sum(tile * v_c[None, :], axis=1)
+        # All of the square on the diagonal has been counted.
+        below += tl.where(c < block * R, tl.sum(tile * v_r[:, None], axis=0), 0.0)
+        tl.store(down + r, along)
+        form += along * v_r
+    tl.store(across + own * S + c, below, mask=c < room)
+    tl.store(forms + own, tl.sum(form, axis=0) + tl.sum(below * v_c, axis=0))
 
 
 @triton.jit(do_not_specialize=["D", "columns", "met", "P"])
@@ -202,8 +189,8 @@ def reduce_panel(
     compiled kernel is right for all widths. ``pairs``, ``[matrices, 2, K, S]``, gets reflectors v and companions w,
     for ``a - v w^T - w v^T``; ``a`` stays as it is, and of it rows are read up to their diagonal, and row j from there
     on. Programs of a matrix, PP at most, meet twice a column: when the column is known, of which each updates its own
-    share, and when the product of ``a`` with the reflector is, for which each takes every P-th block of R rows, in
-    stripes of W columns.
+    share, and when the product of ``a`` with the reflector is, for which each takes every P-th block of R rows, all of
+    their columns at once: W is at least D.
 
     Scratch: ``x`` the column; ``down`` sums along rows of ``a`` and ``across`` sums along columns, by program;
     ``sums``, ``squares``, ``forms`` small products, by program. Rows and columns count from ``first``.
@@ -239,7 +226,7 @@ def reduce_panel(
         )  # fmt: skip
         if done < columns:
             _arrive(counter)
-            begin = _first_block(done, 0, own, P, R)
+            begin = _first_block(done, own, P, R)
             coming = _tile(a, begin, blocks, c, S, R)  # while the others arrive
             _wait(counter, P * (met + 2 * done + 1))
 
@@ -247,7 +234,7 @@ def reduce_panel(
             tail = tl.load(squares + q, mask=q < P, other=0.0, cache_modifier=".cg")
             alpha = tl.load(x + done + 1, mask=done + 1 < n, other=0.0, cache_modifier=".cg")
             x_c = tl.load(x + c, mask=c < room, other=0.0, cache_modifier=".cg")
-            x_r, before = _entries(x, down, begin, blocks, 0, R)
+            x_r = _entries(x, begin, blocks, R)
             sum_v, sum_w, row_v, row_w = _earlier_columns(v, w, sums, n, S, P, done, PP, K)
             beta, tau, scale = _reflection(alpha, tl.sum(tail, axis=0))
             with_v = scale * tl.sum(sum_v, axis=0) + row_v
@@ -256,8 +243,7 @@ def reduce_panel(
                 tl.store(off + done, beta)
                 tl.store(taus + done, tau)
             _share_of_product(
-                a, x, across, down, forms, coming, x_c, x_r, before, scale, begin, blocks, own, n, room, S, P, done,
-                W, R,
+                a, x, across, down, forms, coming, x_c, x_r, scale, begin, blocks, own, room, S, P, done, W, R
             )  # fmt: skip
             _arrive(counter)
             _wait(counter, P * (met + 2 * done + 2))
