@@ -142,10 +142,10 @@ class _Ritz:
         shifted = (matrices - (self.columns * weights.mT) @ self.columns.mT) / half
         shifted.diagonal(dim1=1, dim2=2).sub_(1)
         before, now = self.columns, shifted @ self.columns
-        for reached in range(2, most + 1):
+        for going in (degree >= torch.arange(2, most + 1, device=degree.device)).unbind(dim=2):
             before, now = (
                 now,
-                torch.where(reached <= degree, torch.baddbmm(before, shifted, now, beta=-1, alpha=2), now),
+                torch.where(going[:, :, None], torch.baddbmm(before, shifted, now, beta=-1, alpha=2), now),
             )
         return torch.where(locked[:, None], self.columns, now)  # they have nothing to gain, and would lose digits
 
