@@ -41,6 +41,7 @@ TERMS, ZIPF, PROBES = "tests/test_regularizers.py", "tests/test_interventions.py
 THEORY, RECOVERY, PAIRS = "tests/test_theory.py", "tests/test_theory_recovery.py", "tests/test_quality_report.py"
 CAUSAL, KERNELS, STACKED = "tests/test_causal_report.py", "tests/test_kernels.py", "tests/test_stacked.py"
 LEADING, TRIDIAGONAL = "tests/test_leading.py", "tests/test_tridiagonal.py"
+JACOBI = "tests/test_small_eigh.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
     Mutant(A, "(float(total @ total) - n) / (n * (n - 1))", "float(total @ total) / n**2", (ORACLES,)),
@@ -173,9 +174,7 @@ MUTANTS = [
     Mutant("tangent/verify.py", "steps.flip(0).cummin(dim=0).values.flip(0)", "steps", ("tests/test_verify.py",)),
     Mutant("tangent/anisotropy.py", "- 2 * image.square()", "- image.square()", (ENERGY,)),
     Mutant("tangent/frequency.py", "(of_type / (of_type - 1)).sqrt()", "1.0", ("tests/test_tangent_frequency.py",)),
-    Mutant(
-        "tangent/descent.py", "torch.clamp_min(spare, 0, out=own[k])", "own[k].copy_(spare)", ("tests/test_seminmf.py",)
-    ),
+    Mutant("tangent/descent.py", "clamp_min(spare, 0, out=codes)", "codes.copy_(spare)", ("tests/test_seminmf.py",)),
     Mutant("train/regularizers.py", "1 - (total**2 / size - 1) / (d - 1)", "(total**2 / size - 1) / (d - 1)", (TERMS,)),
     Mutant("train/regularizers.py", " & kept[:, 1:-1] & kept[:, 2:]", " & kept[:, 1:-1]", (TERMS,), "padding"),
     Mutant("train/damping.py", "normal * wide + (tangent - normal)", "tangent * wide + (normal - tangent)", (TERMS,)),
@@ -282,6 +281,9 @@ MUTANTS = [
     Mutant("kernels/tridiagonal.py", "-0.5 * tau * tau", "-0.5 * tau", (TRIDIAGONAL,)),
     Mutant("kernels/factors.py", "left * scale[:, None]", "left", (KERNELS,), "triangular"),
     Mutant("kernels/factors.py", "tl.where(pivots > 0, 1, 0)", "tl.where(pivots > -1, 1, 1)", (KERNELS,), "triangular"),
+    Mutant("kernels/jacobi.py", "0.5 + 0.375 * error", "0.5", (JACOBI,), "eigenpairs"),
+    Mutant("kernels/jacobi.py", "swap = turns & (apart > 0)", "swap = turns & (apart < 0)", (JACOBI,), "eigenpairs"),
+    Mutant("kernels/jacobi.py", "(other == own) & (columns < rows)", "other != other", (JACOBI,), "eigenpairs"),
     Mutant("kernels/pairs.py", "tl.where(i[:, None] == j[None, :], 2.0, 1.0)", "1.0", (KERNELS,), "biases"),
     Mutant("kernels/pairs.py", "tl.where(close, -0.25 / bend, first / apart)", "first / apart", (KERNELS,), "biases"),
     Mutant("kernels/controls.py", "own_draw - _dot(tl.trans(c), c)", "own_draw", ("tests/test_stacked_controls.py",)),

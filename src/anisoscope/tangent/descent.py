@@ -69,19 +69,17 @@ def part_rows(n: int, rank: int, device: torch.device) -> int:
 def _sweep_until(codes: Tensor, cross: Tensor, gram: Tensor, sweeps: int, settled: float) -> Tensor:
     own = gram.diagonal()
     usable = own > 0
-    own = torch.where(usable, own, 1.0)
-    weights = gram / own[:, None]
-    weights.fill_diagonal_(0)
-    weights, own = weights.to(codes.dtype), own.to(codes.dtype)
-    blocks = _blocks(weights)
+    own = torch.where(usable, own, 1.0)[:, None]
+    blocks = _blocks((gram / own).fill_diagonal_(0).to(codes.dtype))
     flags = usable.to(codes.dtype)[:, None]
-    scale = flags / own[:, None]
-    n = codes.shape[1]
-    step = part_rows(n, len(codes), codes.device)
+    scale = flags / own.to(codes.dtype)
+    rank, n = codes.shape
+    step = part_rows(n, rank, codes.device)
+    parts = [(codes, cross)] if n <= step else zip(codes.split(step, dim=1), cross.split(step, dim=1), strict=True)
     found = []
-    for at in range(0, max(n, 1), step):
-        z = (codes[:, at : at + step] * flags).contiguous()
-        work = _Sweeps.of(z, cross[:, at : at + step] * scale, blocks)
+    for some, aims in parts:
+        z = (some * flags).contiguous()
+        work = _Sweeps.of(z, aims * scale, blocks)
         for _ in range(sweeps):
             before = z.clone() if settled else z
             work.sweep()
@@ -106,13 +104,13 @@ class _Block:
 
 def _blocks(weights: Tensor) -> list[_Block]:
     if len(weights) <= BLOCK_CONCEPTS:
-        return [_Block(slice(0, len(weights)), None, list(weights))]
+        return [_Block(slice(0, len(weights)), None, weights.unbind())]
     found = []
     for at in range(0, len(weights), BLOCK_CONCEPTS):
         own = slice(at, min(at + BLOCK_CONCEPTS, len(weights)))
         before, inside = weights[own].clone(), weights[own, own]
         before[:, own] = inside.triu(1)
-        found.append(_Block(own, before, [row[:j].contiguous() for j, row in enumerate(inside)]))
+        found.append(_Block(own, before, [inside[j, :j] for j in range(len(inside))]))
     return found
 
 
@@ -132,27 +130,34 @@ class _Sweeps:
 
     @classmethod
     def of(cls, z: Tensor, target: Tensor, blocks: Sequence[_Block]) -> _Sweeps:
-        apart = blocks[0].before is None
-        spare = torch.empty_like(z[0] if apart else z[:BLOCK_CONCEPTS])
-        views = []
+        codes = z.unbind()
+        if blocks[0].before is None:
+            (block,), whole = blocks, z.T
+            views = [[(aim, whole, w, own) for aim, w, own in zip(target.unbind(), block.changed, codes, strict=True)]]
+            return cls(z, target, blocks, views, torch.empty_like(codes[0]))
+        spare = torch.empty_like(z[:BLOCK_CONCEPTS])
+        aims, views = spare.unbind(), []
         for block in blocks:
-            own, aims = z[block.concepts], target if apart else spare
-            changes = enumerate(block.changed)
-            views.append([(aims[j], own[: len(weights)].T, weights, own[j]) for j, weights in changes])
+            first = block.concepts.start
+            views.append([
+                (aims[j], z[first : first + j].T, weights, codes[first + j])
+                for j, weights in enumerate(block.changed)
+            ])  # fmt: skip
         return cls(z, target, blocks, views, spare)
 
     def sweep(self) -> None:
         """One round over all codes, concept after concept; within a block nothing but the block has changed."""
         for block, views in zip(self.blocks, self.views, strict=True):
             if block.before is None:
+                spare, addmv, clamp_min = self.spare, torch.addmv, torch.clamp_min
                 for aim, changed, weights, codes in views:
-                    torch.addmv(aim, changed, weights, alpha=-1, out=self.spare)
-                    torch.clamp_min(self.spare, 0, out=codes)
+                    addmv(aim, changed, weights, alpha=-1, out=spare)
+                    clamp_min(spare, 0, out=codes)
                 continue
             aims = self.spare[: len(views)]
             torch.addmm(self.target[block.concepts], block.before, self.z, alpha=-1, out=aims)
-            for aim, changed, weights, codes in views:
-                if len(weights):
+            for number, (aim, changed, weights, codes) in enumerate(views):
+                if number:  # before its first concept nothing of the block has changed
                     aim.addmv_(changed, weights, alpha=-1)
                 torch.clamp_min(aim, 0, out=codes)
 
@@ -226,10 +231,11 @@ def least_squares(
     """
     size = second.diagonal().sqrt()
     size = torch.where(size > 0, size, 1.0)
-    values, vectors = torch.linalg.eigh(second / size[:, None] / size[None, :])
+    column = size[:, None]
+    values, vectors = torch.linalg.eigh(second / column / size)
     keep = values > len(values) * torch.finfo(dtype).eps * values[-1]
-    gap = vectors.T @ ((pull - second @ before) / size[:, None])
-    return before + vectors @ (gap / torch.where(keep, values, torch.inf)[:, None]) / size[:, None]
+    gap = vectors.T @ ((pull - second @ before) / column)
+    return before + vectors @ (gap / torch.where(keep, values, torch.inf)[:, None]) / column
 
 
 def reseeded(
