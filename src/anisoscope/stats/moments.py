@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -12,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.errors import ShapeError
+from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 from anisoscope.rows import largest_size, power_of_two_scale
 from anisoscope.stats.precision import full_precision, has_tensor_cores, on_tensor_cores, two_parts
 
@@ -27,6 +30,7 @@ NARROWED_ROWS = 256  # rows looked at together where nothing is multiplied: they
 PARTED_WIDTH = 2048  # from here on tensor cores win
 PARTED_ROWS = 1024  # multiplied at a time there
 PARTED_CELLS = 1 << 27  # of products held at a time there, float32
+KERNEL_WIDTH = 1024  # from here on they win where a kernel takes rows apart, multiplies parts and adds up products
 STRIP_COLUMNS = 64  # narrower strips than this no longer run at full speed
 SAFE_SIZE = 2.0**64  # rows between this and its inverse: eighth powers, the highest in use, stay far inside float64
 
@@ -250,13 +254,68 @@ def _rows_in_parts(width: int) -> int:
 
 
 def in_parts(width: int, device: torch.device) -> bool:
-    """Whether ``grams`` multiplies rows of this width in parts, where it need not be exact."""
-    return width >= PARTED_WIDTH and has_tensor_cores(device)
+    """Whether ``grams`` and ``cell_grams`` multiply rows of this width in parts, where they need not be exact."""
+    return _by_kernel(width, device) or (width >= PARTED_WIDTH and has_tensor_cores(device))
+
+
+def _by_kernel(width: int, device: torch.device) -> bool:
+    """Whether one launch multiplies rows of this width."""
+    return width >= KERNEL_WIDTH and kernels_run(device)
 
 
 def grams(rows: Float[Tensor, "s n d"], *, exact: bool = False) -> Float[Tensor, "s d d"]:
     """``y^T y`` of the rows of each site, float64; wide rows on tensor cores as float32 in parts, unless ``exact``."""
     if not exact and in_parts(rows.shape[2], rows.device):
-        return torch.stack([gram_in_parts(one.float()) for one in rows])
+        return cell_grams(rows.float(), (rows.shape[1],))[:, 0]
     wide = rows.double()
     return wide.mT @ wide
+
+
+def cell_grams(
+    rows: Float[Tensor, "s n d"], ends: Sequence[int], out: Float[Tensor, "s c d d"] | None = None
+) -> Float[Tensor, "s c d d"]:
+    """``y^T y`` of the rows of each site and cell, float64; written to ``out``, where that is given.
+
+    Each cell of rows ends before the row that ``ends`` says, and begins where the one before it ends. Wide rows are
+    multiplied in parts, as by ``grams``: all at once where there are kernels. Those of float64 never are.
+    """
+    sites, n, width = rows.shape
+    bounds = [0, *ends]
+    if any(a > b for a, b in itertools.pairwise(bounds)) or bounds[-1] > n:
+        raise ShapeError(f"cells of {n} rows end in order and at {n} at most, got {list(ends)}")
+    shape = (sites, len(ends), width, width)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float64, device=rows.device)
+    elif out.shape != shape or out.dtype != torch.float64 or out.stride()[2:] != (width, 1):
+        raise ShapeError(f"products are {shape} of whole float64 matrices, got {tuple(out.shape)} of {out.dtype}")
+    if rows.dtype != torch.float64 and _by_kernel(width, rows.device):
+        narrow = rows.float()
+        _launched(narrow if narrow.stride(2) == 1 else narrow.contiguous(), bounds, out)
+        return out
+    for cell, (a, b) in enumerate(itertools.pairwise(bounds)):
+        part = rows[:, a:b]
+        if a == b:
+            out[:, cell] = 0
+        elif rows.dtype != torch.float64 and in_parts(width, rows.device):
+            for site, one in enumerate(part):
+                out[site, cell] = gram_in_parts(one.float())
+        else:
+            out[:, cell] = grams(part, exact=True)
+    return out
+
+
+@on_its_device
+def _launched(rows: Float[Tensor, "s n d"], bounds: Sequence[int], out: Float[Tensor, "s c d d"]) -> None:
+    """All of ``cell_grams`` by the kernel."""
+    kernels = kernels_of("grams")
+    cut, (sites, cells, width, _) = kernels.tiling(rows.device), out.shape
+    tiles = -(-width // cut.columns)
+    if out.numel() == 0:
+        return
+    # A plain copy would wait for all that is under way.
+    there = torch.tensor(bounds, pin_memory=rows.is_cuda).to(rows.device, non_blocking=True)
+    kernels.cell_grams[(sites * cells * (tiles * (tiles + 1) // 2),)](
+        rows, there, out, width, tiles, cells, rows.stride(0), rows.stride(1), out.stride(0), out.stride(1),
+        B=cut.columns, K=cut.rows, W=cut.window, PARTS=cut.parts, PART=kernels.PART,
+        num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip

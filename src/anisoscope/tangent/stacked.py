@@ -9,6 +9,7 @@ B draws, K the rank, D the width.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
-from anisoscope.stats.moments import grams
+from anisoscope.stats.moments import cell_grams
 from anisoscope.tangent.crossed import LEAST_NULL, CrossedTest
 from anisoscope.tangent.drawn import held_gaussians
 from anisoscope.tangent.stacked_controls import Moments, of_controls
@@ -83,6 +84,7 @@ def seen_by_half(
     sites, _, width = g.shape
     count, rank = bases.shape[1], bases.shape[3]
     at, number = layout.order[half], layout.number[half].tolist()
+    ends = list(itertools.accumulate(number))
     units = layout.halves.units.count
     flat = bases.transpose(1, 2).flatten(2).to(g.dtype)
     moments = g.new_empty(sites, len(number), width, width, dtype=torch.float64)
@@ -93,8 +95,7 @@ def seen_by_half(
         few = slice(first, first + step)
         rows = g[few].index_select(1, at)
         means[few] = rows.mean(dim=1, dtype=torch.float64)
-        for cell, part in enumerate(rows.split(number, dim=1)):
-            moments[few, cell] = grams(part, exact=g.dtype == torch.float64)
+        cell_grams(rows, ends, moments[few])
         energies[few, 0] = torch.linalg.vector_norm(rows, dim=2).double().square()
         along = (rows @ flat[few]).unflatten(2, (count, rank)).double().square().sum(dim=3)
         energies[few, 1:] = along.mT

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anisoscope.measures.later import sent
 from anisoscope.measures.leading import orthonormal_columns
-from anisoscope.stats.moments import grams, in_parts
+from anisoscope.stats.moments import cell_grams, in_parts
 from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
 from anisoscope.tangent.sweeps import account, has_kernels, inverses, swept_all
 from anisoscope.tangent.visits import HalfSteps, can_visit, warm_codes
@@ -57,7 +57,7 @@ class Centred:
                 near = wide.sub_(middle[:, None]).to(x.dtype)
                 del wide
                 mean[few, half], rows[few, half, : len(at)] = middle, near
-                scatter[few, half] = grams(near, exact=x.dtype == torch.float64)
+                cell_grams(near, (len(at),), scatter[few, half : half + 1])
         total = scatter.diagonal(dim1=2, dim2=3).sum(dim=2)
         counts = sent([len(half) for half in halves], halves[0]).repeat(sites)
         return cls(rows.flatten(0, 1), counts, mean.flatten(0, 1), scatter.flatten(0, 1), total.flatten())

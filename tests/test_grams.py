@@ -1,0 +1,102 @@
+"""Products of rows by cell: the kernel, run by Triton's interpreter, and plain products say what float64 says."""
+
+import importlib.util
+import itertools
+
+import pytest
+import torch
+from test_kernels import run
+
+from anisoscope.errors import ShapeError
+from anisoscope.stats import moments
+from anisoscope.stats.moments import cell_grams, grams, in_parts
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def cases():
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton")
+    return run(script="gram_cases.py")
+
+
+def test_the_kernel_says_what_float64_says(cases):
+    for case, found in cases["shapes"].items():
+        assert found["error"] < 1e-6 and found["symmetric"], (case, found)
+
+
+def test_rows_from_anywhere_to_anywhere(cases):
+    found = cases["strides"]
+    assert max(found["errors"].values()) < 1e-6, found
+    assert found["nothing else is written"]
+
+
+def test_columns_of_all_sizes_and_sums_that_grow(cases):
+    found = cases["scales"]
+    assert max(found["scales"].values()) < 1e-6, found
+    assert found["far"] < 1e-7 < found["plain"], "what a sum in float32 would lose is kept beside it"
+
+
+def test_rows_that_are_no_numbers_spoil_their_own_cell_and_site_alone(cases):
+    assert cases["lost"]
+
+
+def test_the_same_bits_twice_and_alone(cases):
+    assert cases["same"] == {"twice": True, "alone": True}
+
+
+def test_three_parts_hold_a_float32_whole(cases):
+    assert cases["parts"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_plain_products_by_cell(dtype):
+    rows, ends = draw(2, 30, 6).to(dtype), [0, 4, 4, 5, 29]
+    found = cell_grams(rows, ends)
+    parts = [rows[:, a:b].double() for a, b in itertools.pairwise([0, *ends])]
+    assert found.dtype == torch.float64
+    assert torch.allclose(found, torch.stack([one.mT @ one for one in parts], dim=1), rtol=1e-14, atol=1e-14)
+    out = torch.full((2, 5, 2, 6, 6), torch.nan, dtype=torch.float64)
+    cell_grams(rows, ends, out[:, :, 1])
+    assert torch.equal(out[:, :, 1], found) and bool(out[:, :, 0].isnan().all())
+
+
+def test_wide_rows_in_parts_where_there_are_tensor_cores_and_no_kernels(monkeypatch):
+    monkeypatch.setattr(moments, "PARTED_WIDTH", 32)
+    monkeypatch.setattr(moments, "has_tensor_cores", lambda device: True)
+    assert in_parts(32, torch.device("cpu")) and not in_parts(31, torch.device("cpu"))
+    rows, ends = draw(2, 1500, 40), [0, 1, 1200, 1500]
+    found, right = cell_grams(rows, ends), cell_grams(rows.double(), ends)
+    size = right.diagonal(dim1=2, dim2=3).sqrt()
+    gap = float(((found - right).abs() / (size[..., None] * size[..., None, :]).clamp_min(1e-300)).max())
+    assert 1e-12 < gap < 1e-6, "in parts, which float64 is not"
+    assert torch.equal(found[:, 0], torch.zeros(2, 40, 40).double())
+    assert torch.equal(grams(rows[:, 1:1200]), found[:, 2])
+    assert torch.equal(grams(rows[:, 1:1200], exact=True), right[:, 2])
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "taken"),
+    [(moments.KERNEL_WIDTH, torch.float32, True), (moments.KERNEL_WIDTH - 1, torch.float32, False),
+     (moments.KERNEL_WIDTH, torch.float64, False), (moments.KERNEL_WIDTH, torch.bfloat16, True)],
+)  # fmt: skip
+def test_the_kernel_is_asked_for_wide_rows_that_need_not_be_exact(monkeypatch, width, dtype, taken):
+    asked = []
+    monkeypatch.setattr(moments, "kernels_run", lambda device: True)
+    monkeypatch.setattr(moments, "_launched", lambda rows, bounds, out: asked.append((rows.shape, list(bounds))))
+    cell_grams(draw(1, 3, width).to(dtype), [1, 3])
+    assert asked == ([((1, 3, width), [0, 1, 3])] if taken else [])
+    assert in_parts(width, torch.device("cpu")) == (width >= moments.KERNEL_WIDTH)
+
+
+def test_cells_that_cannot_be():
+    rows = draw(1, 9, 4)
+    for ends in ([3, 2], [10], [-1, 9]):
+        with pytest.raises(ShapeError, match="cells of 9 rows end in order"):
+            cell_grams(rows, ends)
+    for out in (torch.empty(1, 2, 4, 4).double(), torch.empty(1, 1, 4, 4), torch.empty(1, 1, 4, 8).double()[..., ::2]):
+        with pytest.raises(ShapeError, match="products are"):
+            cell_grams(rows, [9], out)
