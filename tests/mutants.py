@@ -41,7 +41,7 @@ TERMS, ZIPF, PROBES = "tests/test_regularizers.py", "tests/test_interventions.py
 THEORY, RECOVERY, PAIRS = "tests/test_theory.py", "tests/test_theory_recovery.py", "tests/test_quality_report.py"
 CAUSAL, KERNELS, STACKED = "tests/test_causal_report.py", "tests/test_kernels.py", "tests/test_stacked.py"
 LEADING, TRIDIAGONAL = "tests/test_leading.py", "tests/test_tridiagonal.py"
-JACOBI = "tests/test_small_eigh.py"
+JACOBI, GRAMS = "tests/test_small_eigh.py", "tests/test_grams.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
     Mutant(A, "(float(total @ total) - n) / (n * (n - 1))", "float(total @ total) / n**2", (ORACLES,)),
@@ -286,6 +286,9 @@ MUTANTS = [
     Mutant("kernels/jacobi.py", "(other == own) & (columns < rows)", "other != other", (JACOBI,), "eigenpairs"),
     Mutant("kernels/pairs.py", "tl.where(i[:, None] == j[None, :], 2.0, 1.0)", "1.0", (KERNELS,), "biases"),
     Mutant("kernels/pairs.py", "tl.where(close, -0.25 / bend, first / apart)", "first / apart", (KERNELS,), "biases"),
+    Mutant("kernels/grams.py", "(total - (both - back)) + (new - back)", "0.0 * back", (GRAMS,), "grow"),
+    Mutant("kernels/grams.py", "rest = tl.dot(a1, b1, rest)", "rest = rest", (GRAMS,), "float64_says"),
+    Mutant("kernels/grams.py", "tiles - 1 + tiles % 2 - line", "tiles - 1 - line", (GRAMS,), "float64_says"),
     Mutant("kernels/controls.py", "own_draw - _dot(tl.trans(c), c)", "own_draw", ("tests/test_stacked_controls.py",)),
     Mutant(
         "monitoring/stacking.py",

@@ -175,6 +175,28 @@ def test_spectra_of_many_sites_are_those_of_each(monkeypatch):
         assert torch.equal(form.diagonal, again.diagonal) and torch.equal(form.off, again.off), width
 
 
+def test_products_of_wide_rows_by_cell():
+    from anisoscope.stats.moments import cell_grams, grams, in_parts
+
+    draw = torch.Generator("cuda").manual_seed(0)
+    for width in (2048, 1100):
+        rows = torch.randn(3, 5000, width, generator=draw, device="cuda") + 0.5
+        rows = rows * torch.logspace(-6, 6, width, device="cuda")
+        rows[1, 1700] = torch.nan
+        ends = [0, 1, 33, 700, 700, 1701, 4095, 5000]
+        found = cell_grams(rows, ends)
+        assert in_parts(width, rows.device) and torch.equal(found.nan_to_num(), found.mT.nan_to_num())
+        right = cell_grams(rows.double(), ends)
+        assert torch.equal(found.isnan(), right.isnan()), "one cell of one site"
+        size = right.diagonal(dim1=2, dim2=3).sqrt()
+        gap = (found - right).abs() / (size[..., None] * size[..., None, :]).clamp_min(1e-300)
+        assert float(gap.nan_to_num().max()) < 2e-6, (width, gap.nan_to_num().amax(dim=(0, 2, 3)).tolist())
+        out = torch.empty(3, 8, 2, width, width, dtype=torch.float64, device="cuda")
+        again = cell_grams(rows, ends, out[:, :, 1])
+        assert torch.equal(found.nan_to_num(), again.nan_to_num()), "the same bits"
+        assert torch.equal(found[::2, 6], grams(rows[::2, 1701:4095])), "sites and rows of something larger"
+
+
 def test_a_look_without_room_for_all_sites_takes_them_one_by_one(monkeypatch):
     from anisoscope.monitoring import tangents, tangents_together
     from anisoscope.monitoring.views import SiteView
