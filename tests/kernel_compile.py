@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from anisoscope.kernels import codes, controls, factors, nearest, pairs, rows, tridiagonal, visits
+from anisoscope.kernels import codes, controls, factors, jacobi, nearest, pairs, rows, tridiagonal, visits
 
 TARGET = GPUTarget("cuda", 90, 32)
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
@@ -50,6 +50,8 @@ def main():
         "controls of 32": compiled(controls.controls, {"K": 30, "P": 32}, **small),
         "bias_sums": compiled(pairs.bias_sums, {"B": pairs.PLACES}, values="*fp64", out="*fp64"),
         "inverse_factors": compiled(factors.inverse_factors, {"K": 32, "P": 32}, out="*fp64", **flags),
+        "decompose": compiled(jacobi.decompose, {"SWEEPS": 30, "K": 32, "P": 32}, **wide(jacobi.decompose)),
+        "decompose of 8": compiled(jacobi.decompose, {"SWEEPS": 30, "K": 5, "P": 8}, **wide(jacobi.decompose)),
         "codes_of_rows": compiled(rows.codes_of_rows, tile, weights="*i64", out="*i64"),
         "copies_among": compiled(rows.copies_among, tile, codes="*i64", order="*i64", copy="*i1", clash="*i1"),
         "in_half": compiled(rows.in_half, tile, order="*i64", half="*fp16"),
