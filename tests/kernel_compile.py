@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from anisoscope.kernels import codes, controls, factors, jacobi, nearest, pairs, rows, tridiagonal, visits
+from anisoscope.kernels import codes, controls, factors, grams, jacobi, nearest, pairs, rows, tridiagonal, visits
 
 TARGET = GPUTarget("cuda", 90, 32)
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
@@ -27,7 +27,7 @@ def wide(kernel):
     return {name: other.get(name, "*fp64") for name in kernel.arg_names}
 
 
-def compiled(kernel, constants, **types):
+def compiled(kernel, constants, warps=4, **types):
     """Shared memory of a compiled kernel. Arguments are float32 pointers unless their names or ``types`` say more."""
     signature = {}
     for name in kernel.arg_names:
@@ -35,7 +35,13 @@ def compiled(kernel, constants, **types):
         signature[name] = "constexpr" if name in constants else types.get(name, plain)
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=places)
-    return triton.compile(source, target=TARGET, options={"num_warps": 4}).metadata.shared
+    return triton.compile(source, target=TARGET, options={"num_warps": warps}).metadata.shared
+
+
+def cell_grams(cut):
+    sizes = {"B": cut.columns, "K": cut.rows, "W": cut.window, "PARTS": cut.parts, "PART": grams.PART}
+    strides = dict.fromkeys(("row_site", "row_stride", "out_site", "out_cell"), "i64")
+    return compiled(grams.cell_grams, sizes, cut.warps, bounds="*i64", out="*fp64", cells="i32", **strides)
 
 
 def main():
@@ -52,6 +58,7 @@ def main():
         "inverse_factors": compiled(factors.inverse_factors, {"K": 32, "P": 32}, out="*fp64", **flags),
         "decompose": compiled(jacobi.decompose, {"SWEEPS": 30, "K": 32, "P": 32}, **wide(jacobi.decompose)),
         "decompose of 8": compiled(jacobi.decompose, {"SWEEPS": 30, "K": 5, "P": 8}, **wide(jacobi.decompose)),
+        **{f"cell_grams of {cut.columns}": cell_grams(cut) for cut in (grams.LARGE, grams.SMALL)},
         "codes_of_rows": compiled(rows.codes_of_rows, tile, weights="*i64", out="*i64"),
         "copies_among": compiled(rows.copies_among, tile, codes="*i64", order="*i64", copy="*i1", clash="*i1"),
         "in_half": compiled(rows.in_half, tile, order="*i64", half="*fp16"),
