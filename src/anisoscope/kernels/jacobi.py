@@ -105,7 +105,8 @@ def decompose(matrices, values, vectors, scratch, SWEEPS: tl.constexpr, K: tl.co
     tl.store(tile + P * P + rows * P + columns, tl.where(rows == columns, 1.0, 0.0).to(tl.float64))
     tl.debug_barrier()
     far = _farthest(a, rows, columns)
-    sweep, now = 0, 0
+    sweep = 0
+    now = 0
     while (sweep < SWEEPS) & (far > TINY):
         for turn in range(P - 1):
             _round(tile + now * 2 * P * P, tile + (1 - now) * 2 * P * P, (turn * (P // 2)) % (P - 1), P)
