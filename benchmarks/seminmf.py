@@ -17,17 +17,21 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from anisoscope.monitoring.tangents import TangentAnalysis
+from anisoscope.monitoring.views import SiteView
 from anisoscope.tangent.crossed import crossed_tests
 from anisoscope.tangent.energy import energy_test
 from anisoscope.tangent.kmeans import k_means
 from anisoscope.tangent.seminmf import fit_seminmf
 from anisoscope.tangent.stability import match_cosine
 from anisoscope.tangent.units import Halves
+from anisoscope.text.frequency import TokenCounts
 
 ROWS, WIDTH = 16_384, 768
 WAYS: dict[str, dict[str, object]] = {
@@ -178,7 +182,8 @@ def seeds(arguments: argparse.Namespace) -> None:
 
 
 def controls(arguments: argparse.Namespace) -> None:
-    """What 199 controls cost beside one, in the cross-fitted test of a look (``G^T G`` in both) and in a test alone."""
+    """What 199 controls cost beside one: in all that a look does at a site, in its cross-fitted test (``G^T G`` in
+    both), and in a test alone."""
     square = torch.randn(2048, 2048)
     square @ square
     speed = 2 * 2048**3 / min(timed(lambda: square @ square) for _ in range(5)) / 1e9
@@ -192,6 +197,7 @@ def controls(arguments: argparse.Namespace) -> None:
         tests = {
             "cross-fitted": partial(crossed_tests, gradients, halves, {"one": (basis, basis)}),
             "alone": partial(energy_test, gradients, basis, groups=groups),
+            "a site of a look": _Site(gradients, groups, rank),
         }
         for name, test in tests.items():
             costs = {1: float("inf"), 199: float("inf")}
@@ -201,6 +207,24 @@ def controls(arguments: argparse.Namespace) -> None:
                 f"K={rank} {name}: 1 control {costs[1]:.3f} s, 199 controls {costs[199]:.3f} s, "
                 f"{costs[199] / costs[1]:.2f} times"
             )
+
+
+class _Site:
+    """The tangent analysis of one site as at every look but the first: both proxies fitted anew, tests by frequency."""
+
+    def __init__(self, gradients: torch.Tensor, groups: torch.Tensor, rank: int) -> None:
+        rows, ids = planted(rank), torch.randint(500, (ROWS,), generator=torch.Generator().manual_seed(1))
+        self._view = SiteView("resid.1", 0, 0, rows, gradients, ids, groups, groups, tokens=ROWS)
+        counts = TokenCounts.of(ids, 500)
+        self._made = {}
+        for draws in (1, 199):
+            self._made[draws] = TangentAnalysis(counts=counts, rank=rank, referee="never")
+            self._made[draws].draws = draws  # asked for one it would refuse: there is no p-value
+
+    def __call__(self, draws: int) -> None:
+        self._view = replace(self._view, step=self._view.step + 1)
+        found = self._made[draws](self._view)
+        assert not [one for one in found.values() if isinstance(one, Exception)]
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.kernels import kernels_of, kernels_run, on_its_device
+from anisoscope.measures.small_eigh import small_eigh
 
 BLOCK = 32  # columns; a batch of decompositions up to this size is one kernel
 SPARE = 8  # columns at least beyond those wanted
@@ -123,7 +124,7 @@ class _Ritz:
         # What is not finite would end the decomposition of all of them.
         good = torch.isfinite(small).all(dim=2).all(dim=1)
         eye = torch.eye(BLOCK, dtype=small.dtype, device=small.device)
-        values, vectors = torch.linalg.eigh(torch.where(good[:, None, None], (small + small.mT) / 2, eye))
+        values, vectors = small_eigh(torch.where(good[:, None, None], (small + small.mT) / 2, eye))
         values, vectors = values.flip(1), vectors.flip(2)
         columns = columns @ vectors
         left = torch.linalg.vector_norm(images @ vectors - columns * values[:, None], dim=1)

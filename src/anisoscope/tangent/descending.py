@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from typing import Any, TypeAlias
@@ -19,7 +19,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anisoscope.tangent.descent import against, least_squares, part_rows, pulled, reseeded, second_moment, solved, swept
+from anisoscope.tangent.descent import (
+    Scratch,
+    against,
+    least_squares,
+    part_rows,
+    pulled,
+    reseeded,
+    second_moment,
+    solved,
+    swept,
+)
 from anisoscope.tangent.sweeps import has_kernels, inverses
 
 RESEEDS = 10  # rounds in which concepts without rows get a new direction
@@ -196,12 +206,15 @@ class _Work:
     size: float
     sweeps: int
     momentum: float
+    scratch: Scratch = field(default_factory=Scratch)
 
     def round(self, state: _State, final: bool) -> _Done:
         """One round with care for everything: momentum that does not help, lost ranks, concepts without rows."""
         concepts, dtype, ahead = state.concepts, self.a_ND.dtype, state.ahead
         small, gram = concepts.to(dtype), concepts @ concepts.T
-        step = _Step(self.rows, state.codes, state.last if ahead else None, small, gram, self.sweeps, ahead)
+        step = _Step(
+            self.rows, state.codes, state.last if ahead else None, small, gram, self.sweeps, ahead, self.scratch
+        )
         found: list[_Swept] = self.each(step)
         last = [one.codes for one in found]
         codes_error = max(self.size + sum(one.lost for one in found), 0.0) / self.size
@@ -287,11 +300,12 @@ class _Step:
     gram: Tensor
     sweeps: int
     ahead: float
+    scratch: Scratch
 
     def __call__(self, at: int) -> _Swept:
         rows = self.rows[at]
         cross = against(self.concepts, rows)
-        new = swept(self.codes[at], cross, self.gram, self.sweeps)
+        new = swept(self.codes[at], cross, self.gram, self.sweeps, self.scratch)
         fit = float((cross * new).sum(dtype=torch.float64))
         if self.last is None:
             sums = _Sums.of(new, rows)

@@ -5,8 +5,10 @@ Rows and codes are multiplied in the type they come in; everything of size K x K
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Float
@@ -24,16 +26,38 @@ WINDOW = 4  # sweeps on a GPU between two questions to it
 RESEED_ROWS = 4096  # rows looked at for a new direction
 
 
+class Scratch(threading.local):
+    """Memory for sweeps with all views of it, which each thread keeps from round to round.
+
+    For short rows making them anew would cost as much as the arithmetic.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int, torch.dtype, torch.device], _Sweeps] = {}
+
+    def of(self, codes: Float[Tensor, "k n"]) -> _Sweeps:
+        """What codes of this shape are swept in."""
+        key = (*codes.shape, codes.dtype, codes.device)
+        if key not in self._kept:
+            self._kept[key] = _Sweeps.of(codes)
+        return self._kept[key]
+
+
 def swept(
-    codes: Float[Tensor, "k n"], cross: Float[Tensor, "k n"], gram: Float[Tensor, "k k"], sweeps: int
+    codes: Float[Tensor, "k n"],
+    cross: Float[Tensor, "k n"],
+    gram: Float[Tensor, "k k"],
+    sweeps: int,
+    scratch: Scratch | None = None,
 ) -> Float[Tensor, "k n"]:
     """``sweeps`` rounds over the codes, those of one concept after another set to their optimum, the others fixed.
 
-    ``cross = C A^T`` and ``gram = C C^T``. Codes of a concept of length zero become zero.
+    ``cross = C A^T`` and ``gram = C C^T``. Codes of a concept of length zero become zero. Give a ``scratch`` to calls
+    for codes of the same shape.
     """
     if has_kernels(codes.device, len(codes)):
         return rounds(codes[None], cross[None], gram[None], sweeps)[0]
-    return _sweep_until(codes, cross, gram, sweeps, 0.0)
+    return _sweep_until(codes, cross, gram, sweeps, 0.0, scratch)
 
 
 def against(concepts: Float[Tensor, "k d"], rows: Float[Tensor, "n d"]) -> Float[Tensor, "k n"]:
@@ -66,100 +90,107 @@ def part_rows(n: int, rank: int, device: torch.device) -> int:
     return max(CACHE_ROWS, min(MOST_ROWS, CACHE_CODES // rank, -(-n // 2)))
 
 
-def _sweep_until(codes: Tensor, cross: Tensor, gram: Tensor, sweeps: int, settled: float) -> Tensor:
+def _sweep_until(
+    codes: Tensor, cross: Tensor, gram: Tensor, sweeps: int, settled: float, scratch: Scratch | None = None
+) -> Tensor:
     own = gram.diagonal()
     usable = own > 0
     own = torch.where(usable, own, 1.0)[:, None]
-    blocks = _blocks((gram / own).fill_diagonal_(0).to(codes.dtype))
+    weights = (gram / own).fill_diagonal_(0)
     flags = usable.to(codes.dtype)[:, None]
     scale = flags / own.to(codes.dtype)
+    scratch = scratch or Scratch()
     rank, n = codes.shape
     step = part_rows(n, rank, codes.device)
     parts = [(codes, cross)] if n <= step else zip(codes.split(step, dim=1), cross.split(step, dim=1), strict=True)
     found = []
     for some, aims in parts:
-        z = (some * flags).contiguous()
-        work = _Sweeps.of(z, aims * scale, blocks)
+        work = scratch.of(some)
+        work.begin(weights, some, flags, aims, scale)
         for _ in range(sweeps):
-            before = z.clone() if settled else z
+            before = work.z.clone() if settled else work.z
             work.sweep()
-            if settled and float((z - before).norm()) <= settled * float(z.norm()):
+            if settled and float((work.z - before).norm()) <= settled * float(work.z.norm()):
                 break
-        found.append(z)
+        found.append(work.z.clone())
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+_View: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Weights of a few concepts: on all codes as they are before the block, and on those that it has changed by then.
+    """Views for a few concepts out of many.
 
-    Concept j of the block meets the new codes of concepts 0 to j - 1 of it, and the old ones of all others. Where one
-    block holds all concepts nothing is taken off before, and each meets all others at once: one rounding less.
+    What all codes hold before the block is taken off the ``target`` in one product with ``before``, which leaves
+    ``aims``. ``inside`` are the weights of the block on itself, and lie in ``before`` at ``place`` as far as they meet
+    codes that the block has not changed yet: concept j meets the new codes of concepts 0 to j - 1, and the old ones of
+    all others. ``each``: for each concept its aim, codes that have changed, the weights on them, and its own codes.
     """
 
-    concepts: slice
-    before: Tensor | None
-    changed: Sequence[Tensor]
-
-
-def _blocks(weights: Tensor) -> list[_Block]:
-    if len(weights) <= BLOCK_CONCEPTS:
-        return [_Block(slice(0, len(weights)), None, weights.unbind())]
-    found = []
-    for at in range(0, len(weights), BLOCK_CONCEPTS):
-        own = slice(at, min(at + BLOCK_CONCEPTS, len(weights)))
-        before, inside = weights[own].clone(), weights[own, own]
-        before[:, own] = inside.triu(1)
-        found.append(_Block(own, before, [inside[j, :j] for j in range(len(inside))]))
-    return found
+    rows: Tensor
+    inside: Tensor
+    before: Tensor
+    place: Tensor
+    target: Tensor
+    aims: Tensor
+    each: Sequence[_View]
 
 
 @dataclass(frozen=True)
 class _Sweeps:
-    """Codes to be swept in place. Views of them are made once: for short rows they cost as much as the arithmetic.
+    """Codes to be swept in place, what they aim at, the weights of concepts on each other, and views of them.
 
-    ``views``: for each block, for each concept, what it aims at, codes that have changed, the weights on them, and its
-    own codes. ``spare`` is memory for aims, or for one of them.
+    Up to ``BLOCK_CONCEPTS`` concepts meet all others at once (``whole``: one rounding less), more of them in blocks.
     """
 
     z: Tensor
     target: Tensor
-    blocks: Sequence[_Block]
-    views: Sequence[Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]]
+    weights: Tensor
     spare: Tensor
+    whole: Sequence[_View]
+    blocks: Sequence[_Block]
 
     @classmethod
-    def of(cls, z: Tensor, target: Tensor, blocks: Sequence[_Block]) -> _Sweeps:
-        codes = z.unbind()
-        if blocks[0].before is None:
-            (block,), whole = blocks, z.T
-            views = [[(aim, whole, w, own) for aim, w, own in zip(target.unbind(), block.changed, codes, strict=True)]]
-            return cls(z, target, blocks, views, torch.empty_like(codes[0]))
-        spare = torch.empty_like(z[:BLOCK_CONCEPTS])
-        aims, views = spare.unbind(), []
-        for block in blocks:
-            first = block.concepts.start
-            views.append([
-                (aims[j], z[first : first + j].T, weights, codes[first + j])
-                for j, weights in enumerate(block.changed)
-            ])  # fmt: skip
-        return cls(z, target, blocks, views, spare)
+    def of(cls, like: Tensor) -> _Sweeps:
+        """Memory for codes of this shape."""
+        k, n = like.shape
+        z, target, weights = (like.new_empty(shape) for shape in ((k, n), (k, n), (k, k)))
+        codes, rows = z.unbind(), weights.unbind()
+        if k <= BLOCK_CONCEPTS:
+            whole = [(aim, z.T, row, own) for aim, row, own in zip(target.unbind(), rows, codes, strict=True)]
+            return cls(z, target, weights, like.new_empty(n), whole, ())
+        spare, blocks = like.new_empty(BLOCK_CONCEPTS, n), []
+        for at in range(0, k, BLOCK_CONCEPTS):
+            own = slice(at, min(at + BLOCK_CONCEPTS, k))
+            here, aims, before = z[own], spare[: own.stop - at], torch.empty_like(weights[own])
+            each = [(aims[j], here[:j].T, rows[at + j][at : at + j], codes[at + j]) for j in range(len(here))]
+            inside = weights[own, own]
+            blocks.append(_Block(weights[own], inside, before, before[:, own], target[own], aims, each))
+        return cls(z, target, weights, spare, (), blocks)
+
+    def begin(self, weights: Tensor, codes: Tensor, flags: Tensor, aims: Tensor, scale: Tensor) -> None:
+        """Take up codes and aims, each times its factor."""
+        self.weights.copy_(weights)
+        for block in self.blocks:
+            block.before.copy_(block.rows)
+            block.place.copy_(block.inside.triu(1))
+        torch.mul(codes, flags, out=self.z)
+        torch.mul(aims, scale, out=self.target)
 
     def sweep(self) -> None:
         """One round over all codes, concept after concept; within a block nothing but the block has changed."""
-        for block, views in zip(self.blocks, self.views, strict=True):
-            if block.before is None:
-                spare, addmv, clamp_min = self.spare, torch.addmv, torch.clamp_min
-                for aim, changed, weights, codes in views:
-                    addmv(aim, changed, weights, alpha=-1, out=spare)
-                    clamp_min(spare, 0, out=codes)
-                continue
-            aims = self.spare[: len(views)]
-            torch.addmm(self.target[block.concepts], block.before, self.z, alpha=-1, out=aims)
-            for number, (aim, changed, weights, codes) in enumerate(views):
+        spare, addmv, clamp_min = self.spare, torch.addmv, torch.clamp_min
+        for aim, changed, weights, codes in self.whole:
+            addmv(aim, changed, weights, alpha=-1, out=spare)
+            clamp_min(spare, 0, out=codes)
+        for block in self.blocks:
+            torch.addmm(block.target, block.before, self.z, alpha=-1, out=block.aims)
+            for number, (aim, changed, weights, codes) in enumerate(block.each):
                 if number:  # before its first concept nothing of the block has changed
                     aim.addmv_(changed, weights, alpha=-1)
-                torch.clamp_min(aim, 0, out=codes)
+                clamp_min(aim, 0, out=codes)
 
 
 def solved(

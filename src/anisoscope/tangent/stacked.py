@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
+from anisoscope.measures.small_eigh import small_eigh
 from anisoscope.stats.moments import cell_grams
 from anisoscope.tangent.crossed import LEAST_NULL, CrossedTest
 from anisoscope.tangent.drawn import held_gaussians
@@ -291,9 +292,10 @@ def isoscore_shares(
 
 def mean_angles(a: Float[Tensor, "m d k"], b: Float[Tensor, "m d k"]) -> Float[Tensor, "m"]:
     """The mean of ``spans.principal_angles`` of each pair of bases, degrees."""
-    left, cosines, right = torch.linalg.svd(a.transpose(1, 2) @ b, full_matrices=False)
-    away = b @ right.transpose(1, 2) - a @ left * cosines[:, None]
-    sines = torch.linalg.vector_norm(away, dim=1).clamp(0, 1)
-    cosines = cosines.clamp(0, 1)
-    angles = torch.where(cosines > 0.5**0.5, torch.asin(sines), torch.acos(cosines))
-    return torch.rad2deg(angles).mean(dim=1)
+    inner = a.mT @ b
+    size = torch.linalg.vector_norm(inner, dim=(1, 2), keepdim=True)
+    # What is not finite would end the decomposition of all of them; it stays so in the angles.
+    _, right = small_eigh(torch.where(torch.isfinite(size), inner.mT @ inner, 0.0))
+    along = inner @ right
+    cosines, sines = (torch.linalg.vector_norm(one, dim=1) for one in (along, b @ right - a @ along))
+    return torch.rad2deg(torch.atan2(sines, cosines)).mean(dim=1)
