@@ -15,7 +15,7 @@ from anisoscope.errors import (
     ShapeError,
     TooFewRowsError,
 )
-from anisoscope.tangent import descending, seminmf
+from anisoscope.tangent import descending, descent, seminmf
 from anisoscope.tangent.descent import swept
 from anisoscope.tangent.kmeans import k_means
 from anisoscope.tangent.seminmf import fit_seminmf
@@ -200,6 +200,54 @@ def test_the_number_of_cores_changes_rounding_alone(momentum):
     for other in found[1:]:  # what comes before and after the descent takes all cores, and rounds as they do
         assert np.allclose(found[0].history, other.history, rtol=1e-9)
         assert torch.allclose(found[0].codes, other.codes, atol=1e-4 * float(other.codes.max()))
+
+
+@pytest.mark.parametrize("n", [700, 1060])
+def test_a_small_descent_gives_the_same_bits_on_any_number_of_cores(n, seed):
+    """Rows of one part, and hardly more than one: nothing is dealt out to cores, and one core rounds the products."""
+    draw = torch.Generator().manual_seed(seed)
+    rows, concepts = torch.randn(n, 128, generator=draw), torch.randn(16, 128, generator=draw, dtype=torch.float64)
+    codes, size = torch.rand(16, n, generator=draw), float(rows.double().square().sum())
+    before, found = torch.get_num_threads(), []
+    try:
+        for cores in (1, 2):
+            torch.set_num_threads(cores)
+            limits = descending.Limits(max_iter=5, tolerance=0, sweeps=3)
+            found.append(descending.descend(rows, concepts, codes, size, limits, momentum=0.5))
+            assert torch.get_num_threads() == cores, "as it was"
+    finally:
+        torch.set_num_threads(before)
+    assert found[0].history == found[1].history
+    assert torch.equal(found[0].codes, found[1].codes)
+    assert torch.equal(found[0].concepts, found[1].concepts)
+
+
+def test_rows_beyond_one_part_are_swept_with_it_and_summed_apart(monkeypatch, seed):
+    """Against the same descent with a part of their own for them."""
+    draw = torch.Generator().manual_seed(seed)
+    rows, concepts = torch.randn(1060, 40, generator=draw), torch.randn(8, 40, generator=draw, dtype=torch.float64)
+    codes, size = torch.rand(8, 1060, generator=draw), float(rows.double().square().sum())
+    limits = descending.Limits(max_iter=6, tolerance=0, sweeps=3)
+    joined = descending.descend(rows, concepts, codes, size, limits, momentum=0.5)
+    monkeypatch.setattr(descending, "nearly_one", lambda n, step: n <= step)
+    monkeypatch.setattr(descent, "nearly_one", lambda n, step: n <= step)
+    apart = descending.descend(rows, concepts, codes, size, limits, momentum=0.5)
+    assert np.allclose(joined.history, apart.history, rtol=1e-6)
+    assert torch.allclose(joined.codes, apart.codes, atol=1e-4 * float(apart.codes.max()))
+
+
+@pytest.mark.parametrize("rank", [5, 37])
+def test_what_was_swept_before_in_the_same_memory_leaves_no_trace(rank, seed):
+    draw = torch.Generator().manual_seed(seed)
+    scratch, kept = descent.Scratch(), []
+    for n in (50, 30, 50, 50):
+        codes, cross = torch.rand(rank, n, generator=draw), torch.randn(rank, n, generator=draw)
+        concepts = torch.randn(rank, 60, generator=draw, dtype=torch.float64)
+        concepts[n % rank] = 0
+        found = swept(codes, cross, concepts @ concepts.T, 3, scratch)
+        kept.append((found, swept(codes, cross, concepts @ concepts.T, 3)))
+    for shared, fresh in kept:  # at the end: later sweeps do not write into codes that were handed out
+        assert torch.equal(shared, fresh)
 
 
 def test_blocks_of_concepts_and_parts_of_rows_are_one_sweep_after_another(seed):

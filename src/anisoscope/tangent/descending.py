@@ -7,7 +7,7 @@ for, as if all of them went well; the first that did not is done again with care
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +23,7 @@ from anisoscope.tangent.descent import (
     Scratch,
     against,
     least_squares,
+    nearly_one,
     part_rows,
     pulled,
     reseeded,
@@ -38,6 +39,7 @@ WINDOW = 4  # rounds launched on a GPU between two questions to it
 FEW_SHARE, FEW_ROWS, FEW_EACH = 8, 2048, 16  # a descent on few rows: an eighth of them, so many, so many a concept
 FEW_TOLERANCE, FEW_ITERATIONS, FEW_SWEEPS = 1e-3, 60, 2  # it only has to come near
 CODE_SWEEPS, CODE_SETTLED = 4, 1e-3  # of the codes of all rows under its concepts
+FEW_PRODUCTS = 2**23  # multiplications of all rows by all concepts that a second core does not hasten
 
 Parts: TypeAlias = Sequence[Tensor]
 Each: TypeAlias = Callable[[Callable[[int], Any]], list[Any]]
@@ -151,7 +153,8 @@ def descend(
     and without it, they follow the codes as they are. Either way no half step raises the error.
     """
     with _side_by_side(a_ND, len(codes)) as (rows, each):
-        work = _Work(a_ND, rows, each, size, limits.sweeps, momentum)
+        most = part_rows(len(a_ND), len(codes), a_ND.device)
+        work = _Work(a_ND, rows, each, size, limits.sweeps, momentum, most)
         z = [part.contiguous() for part in codes.split(len(rows[0]), dim=1)]
         state = _State(concepts, z, None, _Pace.begun(momentum))
         history, converged = list[float](), False
@@ -206,6 +209,7 @@ class _Work:
     size: float
     sweeps: int
     momentum: float
+    part: int  # rows of one sum
     scratch: Scratch = field(default_factory=Scratch)
 
     def round(self, state: _State, final: bool) -> _Done:
@@ -213,8 +217,9 @@ class _Work:
         concepts, dtype, ahead = state.concepts, self.a_ND.dtype, state.ahead
         small, gram = concepts.to(dtype), concepts @ concepts.T
         step = _Step(
-            self.rows, state.codes, state.last if ahead else None, small, gram, self.sweeps, ahead, self.scratch
-        )
+            self.rows, state.codes, state.last if ahead else None, small, gram, self.sweeps, ahead, self.part,
+            self.scratch,
+        )  # fmt: skip
         found: list[_Swept] = self.each(step)
         last = [one.codes for one in found]
         codes_error = max(self.size + sum(one.lost for one in found), 0.0) / self.size
@@ -224,7 +229,7 @@ class _Work:
         pace = state.pace.told(error <= codes_error) if ahead else state.pace
         if ahead and error > codes_error:
             z = last
-            sums = reduce(add, self.each(_Followed(self.rows, z)))
+            sums = reduce(add, self.each(_Followed(self.rows, z, self.part)))
             fresh, error = sums.concepts(concepts, self.size, dtype)
         after = _State(fresh, z, last if self.momentum else None, pace, state.reseeds)
         dead = sums.second.diagonal() <= 0
@@ -300,20 +305,22 @@ class _Step:
     gram: Tensor
     sweeps: int
     ahead: float
+    part: int
     scratch: Scratch
 
     def __call__(self, at: int) -> _Swept:
         rows = self.rows[at]
         cross = against(self.concepts, rows)
         new = swept(self.codes[at], cross, self.gram, self.sweeps, self.scratch)
-        fit = float((cross * new).sum(dtype=torch.float64))
-        if self.last is None:
-            sums = _Sums.of(new, rows)
-            return _Swept(new, float((sums.second * self.gram).sum()) - 2 * fit, None, sums)
-        # Not through a product with the codes in their own type: concepts that nearly cancel would drown in rounding.
-        square = float((second_moment(new) * self.gram).sum())
-        beyond = torch.lerp(self.last[at], new, 1 + self.ahead).clamp_min_(0)
-        return _Swept(new, square - 2 * fit, beyond, _Sums.of(beyond, rows))
+        beyond = None if self.last is None else torch.lerp(self.last[at], new, 1 + self.ahead).clamp_min_(0)
+        sums, lost = list[_Sums](), 0.0
+        for some, aims, codes, going_on in _cut(self.part, rows, cross, new, new if beyond is None else beyond):
+            sums.append(_Sums.of(going_on, some))
+            fit = float((aims * codes).sum(dtype=torch.float64))
+            # Not through a product with codes in their own type: concepts that nearly cancel would drown in rounding.
+            second = sums[-1].second if beyond is None else second_moment(codes)
+            lost += float((second * self.gram).sum()) - 2 * fit
+        return _Swept(new, lost, beyond, reduce(add, sums))
 
 
 @dataclass(frozen=True)
@@ -322,22 +329,36 @@ class _Followed:
 
     rows: Parts
     codes: Parts
+    part: int
 
     def __call__(self, at: int) -> _Sums:
-        return _Sums.of(self.codes[at], self.rows[at])
+        parts = _cut(self.part, self.rows[at], self.codes[at])
+        return reduce(add, [_Sums.of(codes, rows) for rows, codes in parts])
+
+
+def _cut(part: int, rows: Tensor, *codes: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Rows and codes of theirs, so many at a time: sums are rounded part by part, however rows are swept."""
+    if len(rows) <= part:
+        return [(rows, *codes)]
+    return zip(rows.split(part), *(one.split(part, dim=1) for one in codes), strict=True)
 
 
 @contextmanager
 def _side_by_side(a_ND: Tensor, rank: int) -> Iterator[tuple[Parts, Each]]:
     """Parts of the rows, and how to do something for each of them: one core a part where there are several."""
-    rows = a_ND.split(part_rows(len(a_ND), rank, a_ND.device))
+    part = part_rows(len(a_ND), rank, a_ND.device)
+    rows = (a_ND,) if nearly_one(len(a_ND), part) else a_ND.split(part)
     cores = torch.get_num_threads()
-    if cores == 1 or len(rows) == 1 or a_ND.device.type != "cpu":
+    alone = len(a_ND) <= part and a_ND.numel() * rank > FEW_PRODUCTS
+    if cores == 1 or alone or a_ND.device.type != "cpu":
         yield rows, lambda act: [act(at) for at in range(len(rows))]
         return
     # Products of a few codes with many rows gain little from a second core; two of them at once gain all of it.
     torch.set_num_threads(1)
     try:
+        if len(rows) == 1:
+            yield rows, lambda act: [act(0)]
+            return
         with ThreadPoolExecutor(min(cores, len(rows)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield rows, lambda act: list(pool.map(act, range(len(rows))))
     finally:

@@ -18,12 +18,18 @@ from anisoscope.tangent.sweeps import has_kernels, rounds
 
 CACHE_CODES = 524_288  # codes swept at a time on a CPU, so that they stay in its cache
 CACHE_ROWS, MOST_ROWS = 1024, 8192  # of so many rows at least, and at most
+SLIVER = 8  # an eighth of a part is no part of its own
 PRODUCT_ROWS = 1024  # rows of one product on a CPU: longer ones leave its cache
 BLOCK_CONCEPTS = 16  # what all concepts hold is taken off the rows of so many at once, in one product
 BLOCK_ROWS = 8192
 SPLIT_COLUMNS = 1024  # codes squared at a time on a GPU, where long thin products leave most of it idle
 WINDOW = 4  # sweeps on a GPU between two questions to it
 RESEED_ROWS = 4096  # rows looked at for a new direction
+
+
+def nearly_one(n: int, step: int) -> bool:
+    """Whether rows are hardly more than one part: what is beyond would cost as many calls as the part itself."""
+    return n <= step + step // SLIVER
 
 
 class Scratch(threading.local):
@@ -102,6 +108,7 @@ def _sweep_until(
     scratch = scratch or Scratch()
     rank, n = codes.shape
     step = part_rows(n, rank, codes.device)
+    step = n if nearly_one(n, step) else step
     parts = [(codes, cross)] if n <= step else zip(codes.split(step, dim=1), cross.split(step, dim=1), strict=True)
     found = []
     for some, aims in parts:
