@@ -6,7 +6,7 @@ python benchmarks/shares.py profile [--model MODEL | --layers 6 --width 256] [--
 The command runs in this process, imports and report included, while a thread looks every two milliseconds at what all
 other threads do. An interval goes in equal parts to the threads that do something, by the innermost frames:
 
-- model: inside an ``nn.Module``, autograd or an optimiser, hooks of ours left out;
+- model: inside an ``nn.Module``, autograd or an optimiser, hooks of ours left out; the loss;
 - neighbours: inside the search for neighbours, its matrix products included;
 - BLAS: the call under way is a matrix product or a decomposition, wherever it stands;
 - the rest, by what it is and by the function of ours that asked for it.
@@ -20,7 +20,8 @@ operation count as that operation. Products inside einsum, convolutions or cdist
 Interpreter start (20 ms) is not seen.
 
 Seconds are of the clock, which wants a quiet machine. With other work on it take ``--processor`` and one thread
-(OMP_NUM_THREADS=1): processor seconds do not stretch; several threads would be counted each.
+(OMP_NUM_THREADS=1): processor seconds stretch less; several threads would be counted each, those that wait for work
+included. Those of the thread that looks are left out.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ PACKAGE = "/anisoscope/"
 MODEL, NEIGHBORS, BLAS = "model: forward, backward, optimiser", "neighbours", "BLAS and LAPACK"
 IMPORTS, WAITING, TENSORS, PYTHON = "imports", "waiting", "other tensor operations", "Python of measures and looks"
 ARITHMETIC = (MODEL, BLAS, NEIGHBORS)
-IN_MODEL = ("/torch/nn/modules/", "/torch/autograd/", "/torch/optim/", "/torch/nn/utils/", "/torch/nn/functional.py")
+IN_MODEL = ("/torch/nn/modules/", "/torch/autograd/", "/torch/optim/", "/torch/nn/utils/")
+FUNCTIONS, OF_THE_LOSS = "/torch/nn/functional.py", ("train", "capture", "watching")  # elsewhere they are operations
 IN_SEARCH = tuple(
     f"{PACKAGE}{name}.py"
     for name in (
@@ -121,20 +123,22 @@ def classify(innermost: FrameType) -> tuple[str, str, int] | None:
     """Kind, function of ours and its line for a thread; None for one that does nothing."""
     if any(part in innermost.f_code.co_filename for part in IDLE):
         return None
-    kind, owner, line = "", "", 0
+    kind, owner, line, function = "", "", 0, False
     frame: FrameType | None = innermost
     while frame is not None:
         file = frame.f_code.co_filename
         if PACKAGE in file:
             if not owner:
                 owner, line = own_name(frame.f_code), frame.f_lineno
+                kind = kind or (MODEL if function and owner.partition(".")[0] in OF_THE_LOSS else "")
             if any(file.endswith(part) for part in IN_SEARCH):
                 kind = kind if kind in (MODEL, IMPORTS) else NEIGHBORS
         if not kind:
             kind = decisive(frame, file, owner)
+            function = function or file.endswith(FUNCTIONS)
         frame = frame.f_back
-    found = called(innermost.f_code, innermost.f_lasti)
     if kind not in ARITHMETIC and kind != IMPORTS:
+        found = called(innermost.f_code, innermost.f_lasti)
         blas = (
             found == "@" or found in PRODUCTS.split() or any(part in innermost.f_code.co_filename for part in IN_LAPACK)
         )
@@ -178,7 +182,8 @@ class Watch:
     def __init__(self, processor: bool) -> None:
         self.seconds: Counter[tuple[str, str, int]] = Counter()
         self.samples = 0
-        self._clock = time.process_time if processor else time.perf_counter
+        # Asked from the thread that looks, so that its own seconds are known.
+        self._clock = (lambda: time.process_time() - time.thread_time()) if processor else time.perf_counter
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 

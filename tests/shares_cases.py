@@ -31,6 +31,7 @@ WORK = {
     "product": ("BLAS", lambda a, network: a @ a),
     "decomposition": ("BLAS", lambda a, network: torch.linalg.eigh(a)),
     "elementwise": ("TENSORS", lambda a, network: a.sin().exp().add_(1)),
+    "functional": ("TENSORS", lambda a, network: torch.nn.functional.softmax(a, dim=1)),
     "passes": ("MODEL", lambda a, network: network(a).sum().backward()),
     "search": ("NEIGHBORS", lambda a, network: nearest_neighbors(a, 2)),
     "plain_python": ("PYTHON", lambda a, network: sum(i * i for i in range(20_000))),
