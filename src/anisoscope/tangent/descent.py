@@ -240,9 +240,10 @@ def second_moment(codes: Float[Tensor, "k n"]) -> Float[Tensor, "k k"]:
         full = torch.nn.functional.pad(codes, (0, parts * SPLIT_COLUMNS - codes.shape[1]))
         wide = full.view(len(codes), parts, SPLIT_COLUMNS).transpose(0, 1).double()
         return (wide @ wide.mT).sum(dim=0)
-    total = torch.zeros(len(codes), len(codes), dtype=torch.float64, device=codes.device)
-    for part in codes.split(BLOCK_ROWS, dim=1):
-        wide = part.double()
+    wide = codes[:, :BLOCK_ROWS].double()
+    total = wide @ wide.T
+    for at in range(BLOCK_ROWS, codes.shape[1], BLOCK_ROWS):
+        wide = codes[:, at : at + BLOCK_ROWS].double()
         total += wide @ wide.T
     return total
 
@@ -272,8 +273,9 @@ def least_squares(
     column = size[:, None]
     values, vectors = torch.linalg.eigh(second / column / size)
     keep = values > len(values) * torch.finfo(dtype).eps * values[-1]
-    gap = vectors.T @ ((pull - second @ before) / column)
-    return before + vectors @ (gap / torch.where(keep, values, torch.inf)[:, None]) / column
+    left = second @ before
+    gap = vectors.T @ torch.sub(pull, left, out=left).div_(column)
+    return (vectors @ gap.div_(torch.where(keep, values, torch.inf)[:, None])).div_(column).add_(before)
 
 
 def reseeded(
