@@ -133,9 +133,11 @@ def spectral_ratios_without(
     image = (bases.transpose(1, 2) @ covariance * bases.transpose(1, 2)).sum(dim=(1, 2))
     trace = covariance.trace() - image
     if covariance.shape[0] <= EXACT_WIDTH:
-        off = covariance - bases @ (bases.transpose(1, 2) @ covariance)
-        off = off - (off @ bases) @ bases.transpose(1, 2)
-        return torch.linalg.eigvalsh((off + off.transpose(1, 2)) / 2)[:, -1] / trace, ()
+        # In place where it can be: one such stack is larger than a cache.
+        off = bases @ (bases.transpose(1, 2) @ covariance)
+        torch.sub(covariance, off, out=off)
+        off.sub_((off @ bases) @ bases.transpose(1, 2))
+        return torch.linalg.eigvalsh((off + off.transpose(1, 2)).div_(2))[:, -1] / trace, ()
     value, residual = _lanczos(covariance, bases)
     worst = float(residual.max())
     late = f"the leading eigenvalue settled to {worst:.1g} of itself only" if worst > TOLERANCE else ""
