@@ -85,7 +85,7 @@ def control_bases(
     d, k = basis.shape
     basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
     if kind == "random":
-        return orthonormal(_as_bases(gaussian_draws(d, k, draws, seed=seed, device=basis.device), basis.dtype))
+        return orthonormal(_drawn_bases(d, k, draws, seed, basis))
     check_complement(d, k, "kind='random'")
     if kind == "normal_top":
         if rows is None:
@@ -93,14 +93,26 @@ def control_bases(
         if rows.shape[1] != d:
             raise ShapeError(f"rows have width {rows.shape[1]}, the basis {d}; they must live in the same space")
         return _normal_top(basis, rows, draws, seed)
-    columns = _as_bases(gaussian_draws(d, k, draws, seed=seed, device=basis.device), basis.dtype)
+    columns = _drawn_bases(d, k, draws, seed, basis)
     for _ in range(2):  # the first pass leaves a rounding error along the basis, which the second takes off
         columns = orthonormal(columns - basis @ (basis.T @ columns))
     return columns
 
 
+def _drawn_bases(width: int, rank: int, draws: int, seed: int, like: Tensor) -> Float[Tensor, "b d k"]:
+    """``gaussian_draws`` as a stack of matrices, in the type and on the device of ``like``."""
+    if like.device.type == "cpu" and width * draws * rank <= KEPT_NUMBERS:
+        return _kept_bases(width, rank, draws, seed, like.dtype)
+    return _as_bases(gaussian_draws(width, rank, draws, seed=seed, device=like.device), like.dtype)
+
+
 def _as_bases(draws: Float[Tensor, "d b k"], dtype: torch.dtype) -> Float[Tensor, "b d k"]:
     return draws.permute(1, 0, 2).to(dtype).contiguous()
+
+
+@lru_cache(maxsize=4)
+def _kept_bases(width: int, rank: int, draws: int, seed: int, dtype: torch.dtype) -> Float[Tensor, "b d k"]:
+    return _as_bases(gaussian_draws(width, rank, draws, seed=seed), dtype)
 
 
 def orthonormal(columns: Float[Tensor, "b d k"]) -> Float[Tensor, "b d k"]:
