@@ -26,7 +26,7 @@ from anisoscope.tangent.anisotropy import anisotropy_share
 from anisoscope.tangent.controls import check_complement, control_bases
 from anisoscope.tangent.crossed import CrossedTest, crossed_tests
 from anisoscope.tangent.energy import enrichment_of, side_share, variance_within
-from anisoscope.tangent.frequency import distances_by_frequency, frequency_correlations
+from anisoscope.tangent.frequency import centroid_distances, distances_by_frequency, frequency_correlations
 from anisoscope.tangent.nulls import PermutedNull, cross_fit, expected_share, permuted_signal_null, reader_share
 from anisoscope.tangent.proxies import KINDS as PROXIES
 from anisoscope.tangent.proxies import Proxy, ProxyTracker, fit_proxy
@@ -353,13 +353,14 @@ class TangentAnalysis:
         if self._bins is None or self.counts is None:
             return
         x, ids = here.view.x, here.view.ids
-        for number, (own, overall) in enumerate(distances_by_frequency(x, ids, self._bins)):
+        distances = centroid_distances(x, ids)
+        for number, (own, overall) in enumerate(distances_by_frequency(x, ids, self._bins, distances=distances)):
             where = labels_of(self._bins)[number]
             if own is not None:
                 yield ("own_distance", where), own
             if overall is not None:
                 yield ("global_distance", where), overall
-        found = frequency_correlations(x, ids, self.counts, bootstraps=BOOTSTRAPS, seed=self.seed)
+        found = frequency_correlations(x, ids, self.counts, bootstraps=BOOTSTRAPS, seed=self.seed, distances=distances)
         for name in ("own_pearson", "own_spearman", "overall_pearson", "overall_spearman"):
             value: Estimate | None = getattr(found, name)
             if value is not None:

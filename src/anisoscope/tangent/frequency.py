@@ -24,6 +24,8 @@ KEPT_CELLS = 500_000  # up to so many are kept for the next call, 4 MB
 CORRELATIONS = ("pearson", "spearman")
 SAME = 1e-12  # of the distance to the global centroid: nothing but rounding
 CENTROIDS = ("own-type centroid", "global centroid")
+Distances = tuple[Float[Tensor, "n"], Float[Tensor, "n"]]
+"""Of each row to the centroid of its own type, and to that of all rows."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,13 @@ def energy_by_frequency(
 
 
 def distances_by_frequency(
-    activations: Float[Tensor, "n d"], ids: Int[Tensor, "n"], bins: FrequencyBins
+    activations: Float[Tensor, "n d"], ids: Int[Tensor, "n"], bins: FrequencyBins, *, distances: Distances | None = None
 ) -> list[tuple[Estimate | None, Estimate | None]]:
-    """Mean distance to the centroid of the own type and to that of all rows, in each bin; None where there is none."""
-    distances = [one.cpu() for one in centroid_distances(activations, ids)]
+    """Mean distance to the centroid of the own type and to that of all rows, in each bin; None where there is none.
+
+    ``distances`` are those of ``centroid_distances`` where they are known already.
+    """
+    both = [one.cpu() for one in distances or centroid_distances(activations, ids)]
     ids = ids.cpu()
     bin_N = bins.bin_of(ids)
     found = []
@@ -97,7 +102,7 @@ def distances_by_frequency(
         at = (bin_N == number).nonzero().reshape(-1)
         own, overall = (
             _mean_distance(distance[at], ids[at], f"mean distance to the {name}")
-            for name, distance in zip(CENTROIDS, distances, strict=True)
+            for name, distance in zip(CENTROIDS, both, strict=True)
         )
         found.append((own, overall))
     return found
@@ -161,12 +166,14 @@ def frequency_correlations(
     *,
     bootstraps: int = BOOTSTRAPS,
     seed: int = 0,
+    distances: Distances | None = None,
 ) -> FrequencyCorrelations:
     """Pearson and Spearman of log count (in ``counts``) against the mean distance of a type's tokens to centroids.
 
-    One point is one token type, so rare and frequent types weigh the same.
+    One point is one token type, so rare and frequent types weigh the same. ``distances`` are those of
+    ``centroid_distances`` where they are known already.
     """
-    own, overall = centroid_distances(activations, ids)
+    own, overall = distances or centroid_distances(activations, ids)
     types, index = ids.to(own.device).unique(return_inverse=True)
     if int(types.min()) < 0 or int(types.max()) >= counts.vocab_size:
         raise OptionError(f"ids reach {int(types.max())}, the counts know {counts.vocab_size} ids")
@@ -254,12 +261,13 @@ def _weighted(x: Tensor, y: Tensor, weights: Float[Tensor, "b t"], kind: str) ->
     a, b = (x[None], y[None]) if kind == "pearson" else (_mid_ranks(x, weights), _mid_ranks(y, weights))
     a = a - (weights * a).sum(dim=1, keepdim=True) / total
     b = b - (weights * b).sum(dim=1, keepdim=True) / total
-    cross = (weights * a * b).sum(dim=1)
-    return cross / ((weights * a * a).sum(dim=1) * (weights * b * b).sum(dim=1)).sqrt()
+    weighted = weights * a
+    cross = (weighted * b).sum(dim=1)
+    return cross / (weighted.mul_(a).sum(dim=1) * (weights * b).mul_(b).sum(dim=1)).sqrt()
 
 
 def _mid_ranks(values: Float[Tensor, "t"], weights: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
     """Ranks inside each bootstrap sample, ties at the middle of the places they share."""
     distinct, place = values.unique(return_inverse=True)
     mass = weights.new_zeros(len(weights), len(distinct)).index_add_(1, place, weights)
-    return (mass.cumsum(dim=1) - mass / 2)[:, place]
+    return mass.cumsum(dim=1).sub_(mass / 2)[:, place]
