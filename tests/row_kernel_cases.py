@@ -90,13 +90,24 @@ def masked():
     rows[2, 40:] = rows[2, :1]  # hardly a row left
     plain = stacked_neighbors.begin_two_nn(rows)()
     found = stacked_masked.begin(rows)()
-    stacked_masked.mended = lambda rows, k, found, copy: found
-    rough = stacked_masked.begin(rows[1:2])()[0]  # what is not certain is made so in the end
+    counted, whole = dict(stacked_masked._DOUBTFUL), stacked_masked.mended
+    stacked_masked.mended = lambda rows, k, found, copy, most: found
+    rough = [stacked_masked.begin(rows[1:2])()[0]]  # what is not certain is made so in the end
+    rooms, asked = [], []
+    stacked_masked.mended = lambda rows, k, found, copy, most: (
+        asked.append(most) or whole(rows, k, found, copy, most=most)
+    )
+    for before in (0, 1, 384, 385, 5000):
+        stacked_masked._DOUBTFUL[(1, 250, 12), rows.device] = before
+        rooms.append(stacked_masked._room(rows[1:2]))
+        rough.append(stacked_masked.begin(rows[1:2])()[0])
     return {
         "value": [two.value / one.value - 1 for one, two in zip(plain[:2], found[:2], strict=True)],
         "stderr": [two.stderr / one.stderr - 1 for one, two in zip(plain[:2], found[:2], strict=True)],
         "same": [(one.n, one.notes) == (two.n, two.notes) for one, two in zip(plain[:2], found[:2], strict=True)],
-        "copies": plain[1].n, "rough": rough.value / plain[1].value - 1, "empty": found[2] is None,
+        "copies": plain[1].n, "rough": [one.value / plain[1].value - 1 for one in rough], "empty": found[2] is None,
+        "rooms": rooms, "asked": asked, "counted": list(counted.values()),
+        "after": stacked_masked._DOUBTFUL[(1, 250, 12), rows.device],
     }  # fmt: skip
 
 

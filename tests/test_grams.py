@@ -80,16 +80,17 @@ def test_wide_rows_in_parts_where_there_are_tensor_cores_and_no_kernels(monkeypa
 
 @pytest.mark.parametrize(
     ("width", "dtype", "taken"),
-    [(moments.KERNEL_WIDTH, torch.float32, True), (moments.KERNEL_WIDTH - 1, torch.float32, False),
-     (moments.KERNEL_WIDTH, torch.float64, False), (moments.KERNEL_WIDTH, torch.bfloat16, True)],
+    [(moments.PARTED_WIDTH, torch.float32, True), (moments.PARTED_WIDTH - 1, torch.float32, False),
+     (moments.PARTED_WIDTH, torch.float64, False), (moments.PARTED_WIDTH, torch.bfloat16, True)],
 )  # fmt: skip
 def test_the_kernel_is_asked_for_wide_rows_that_need_not_be_exact(monkeypatch, width, dtype, taken):
     asked = []
     monkeypatch.setattr(moments, "kernels_run", lambda device: True)
+    monkeypatch.setattr(moments, "has_tensor_cores", lambda device: True)
     monkeypatch.setattr(moments, "_launched", lambda rows, bounds, out: asked.append((rows.shape, list(bounds))))
     cell_grams(draw(1, 3, width).to(dtype), [1, 3])
     assert asked == ([((1, 3, width), [0, 1, 3])] if taken else [])
-    assert in_parts(width, torch.device("cpu")) == (width >= moments.KERNEL_WIDTH)
+    assert in_parts(width, torch.device("cpu")) == (width >= moments.PARTED_WIDTH)
 
 
 def test_cells_that_cannot_be():
@@ -100,3 +101,32 @@ def test_cells_that_cannot_be():
     for out in (torch.empty(1, 2, 4, 4).double(), torch.empty(1, 1, 4, 4), torch.empty(1, 1, 4, 8).double()[..., ::2]):
         with pytest.raises(ShapeError, match="products are"):
             cell_grams(rows, [9], out)
+
+
+def test_exact_products_of_wide_rows_are_formed_in_strips(monkeypatch):
+    rows = draw(2, 50, 37).double()
+    whole = grams(rows, exact=True)
+    monkeypatch.setattr(moments, "PARTED_WIDTH", 16)
+    strips = grams(rows, exact=True)
+    assert torch.allclose(strips, whole, rtol=1e-14, atol=1e-13) and torch.equal(strips, strips.mT)
+
+
+def test_moments_of_wide_rows_by_cells(monkeypatch):
+    """Rows that are multiplied in parts, a launch at a time, have the moments of those that are not."""
+    launched = []
+
+    def launch(rows, bounds, out):
+        launched.append(rows.shape[1])
+        out[:, 0] = grams(rows.double(), exact=True)
+
+    monkeypatch.setattr(moments, "PARTED_WIDTH", 16)
+    monkeypatch.setattr(moments, "KERNEL_CELLS", 1 << 17)
+    monkeypatch.setattr(moments, "has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(moments, "kernels_run", lambda device: True)
+    monkeypatch.setattr(moments, "_launched", launch)
+    rows = draw(9000, 24) + 100
+    found, right = moments.Moments.of(rows, "mixed"), moments.Moments.of(rows.double())
+    assert launched == [5461, 3539]
+    for name in ("mean", "scatter", "third", "fourth"):
+        one, two = getattr(found, name), getattr(right, name)
+        assert float((one - two).abs().max()) < 2e-5 * float(two.abs().max()), name

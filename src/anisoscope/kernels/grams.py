@@ -27,7 +27,7 @@ class Tiling:
     warps: int
     rows: int = 32
     """Multiplied in one step."""
-    window: int = 512
+    window: int = 256
     """Rows, a multiple of ``rows``, whose products are added up on tensor cores."""
     parts: int = 3
     """Three of bfloat16 or two of TF32."""

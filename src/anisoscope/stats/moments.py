@@ -30,7 +30,7 @@ NARROWED_ROWS = 256  # rows looked at together where nothing is multiplied: they
 PARTED_WIDTH = 2048  # from here on tensor cores win
 PARTED_ROWS = 1024  # multiplied at a time there
 PARTED_CELLS = 1 << 27  # of products held at a time there, float32
-KERNEL_WIDTH = 1024  # from here on they win where a kernel takes rows apart, multiplies parts and adds up products
+KERNEL_CELLS = 1 << 27  # of rows that one launch multiplies
 STRIP_COLUMNS = 64  # narrower strips than this no longer run at full speed
 SAFE_SIZE = 2.0**64  # rows between this and its inverse: eighth powers, the highest in use, stay far inside float64
 
@@ -81,8 +81,8 @@ class Moments:
     def _summed(cls, rows: Float[Tensor, "n d"], precision: Precision, exponent: int) -> tuple[Moments, float]:
         """The state in units of ``2**exponent``, and the largest squared distance from a rough centre that was met."""
         count, width = rows.shape
-        in_parts = precision == "mixed" and width >= PARTED_WIDTH and has_tensor_cores(rows.device)
-        blocks = rows.split(_rows_in_parts(width) if in_parts else BLOCK_ROWS)
+        parted = precision == "mixed" and in_parts(width, rows.device)
+        blocks = rows.split(_rows_in_parts(width, rows.device) if parted else BLOCK_ROWS)
         # One rough centre for all blocks: what it misses of the mean is summed up and taken off at the end.
         if exponent:
             scale = math.ldexp(1.0, -exponent)
@@ -102,7 +102,7 @@ class Moments:
             unit = radius2.max().clamp_min(torch.finfo(torch.float64).tiny)  # float32 overflows at the third power
             units.append(unit)
             missed += y_ND.sum(dim=0).double()
-            scatter += gram_in_parts(y_ND) if in_parts else gram(y_ND)
+            scatter += cell_grams(y_ND[None], (len(y_ND),))[0, 0] if parted else gram(y_ND)
             third += ((radius2 / unit).to(y_ND.dtype) @ y_ND).double() * unit
             fourth += radius2 @ radius2
         about_rough = cls(count, rough.double(), scatter, third, fourth, exponent)
@@ -248,27 +248,37 @@ def _added_up(parts: Float[Tensor, "p a b"]) -> Float[Tensor, "a b"]:
     return total
 
 
-def _rows_in_parts(width: int) -> int:
+def _rows_in_parts(width: int, device: torch.device) -> int:
     """Rows whose products in parts are held at a time: sums in float64 between them cost as much as the products."""
+    if _by_kernel(width, device):
+        return max(BLOCK_ROWS, KERNEL_CELLS // width)
     return PARTED_ROWS * max(4, PARTED_CELLS // width**2)
 
 
 def in_parts(width: int, device: torch.device) -> bool:
     """Whether ``grams`` and ``cell_grams`` multiply rows of this width in parts, where they need not be exact."""
-    return _by_kernel(width, device) or (width >= PARTED_WIDTH and has_tensor_cores(device))
+    return width >= PARTED_WIDTH and has_tensor_cores(device)
 
 
 def _by_kernel(width: int, device: torch.device) -> bool:
     """Whether one launch multiplies rows of this width."""
-    return width >= KERNEL_WIDTH and kernels_run(device)
+    return width >= PARTED_WIDTH and kernels_run(device)
 
 
 def grams(rows: Float[Tensor, "s n d"], *, exact: bool = False) -> Float[Tensor, "s d d"]:
     """``y^T y`` of the rows of each site, float64; wide rows on tensor cores as float32 in parts, unless ``exact``."""
     if not exact and in_parts(rows.shape[2], rows.device):
         return cell_grams(rows.float(), (rows.shape[1],))[:, 0]
-    wide = rows.double()
-    return wide.mT @ wide
+    wide, width = rows.double(), rows.shape[2]
+    strip = width if width < PARTED_WIDTH else -(-width // 4)
+    if strip == width:
+        return wide.mT @ wide
+    out = wide.new_empty(len(rows), width, width)
+    for at in range(0, width, strip):  # as ``gram``
+        part = wide[:, :, at : at + strip].mT @ wide[:, :, at:]
+        out[:, at : at + strip, at:] = part
+        out[:, at:, at : at + strip] = part.mT
+    return out
 
 
 def cell_grams(
