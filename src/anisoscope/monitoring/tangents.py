@@ -22,7 +22,7 @@ from anisoscope.monitoring.tangents_together import STACKED, Prepared, alike, be
 from anisoscope.monitoring.views import MapView, Name, SiteView
 from anisoscope.runs.records import Curve
 from anisoscope.stats.moments import Moments
-from anisoscope.tangent.anisotropy import anisotropy_share
+from anisoscope.tangent.anisotropy import anisotropy_share, unit_covariance
 from anisoscope.tangent.controls import check_complement, control_bases
 from anisoscope.tangent.crossed import CrossedTest, crossed_tests
 from anisoscope.tangent.energy import enrichment_of, side_share, variance_within
@@ -257,6 +257,7 @@ class TangentAnalysis:
             here.g, here.halves, here.bases, bins=bins, labels=labels, draws=self.draws, seed=self.seed
         )
         scatters = [Moments.of(in_range(here.view.x[rows], "activations")) for rows in here.halves.rows]
+        covariances: list[Tensor] = []  # of both halves: every proxy meets the same
         for kind, tests in found.items():
             yield from self._told_tests(here, kind, tests)
             whole = tests[""]
@@ -267,7 +268,7 @@ class TangentAnalysis:
             variance = replace(mean_of_halves(*shares), notes=(*shares[0].notes, self._note(here)))
             yield f"{kind}.variance_share", variance
             yield f"{kind}.activation.enrichment", enrichment_of(whole.share, variance)
-            yield from self._anisotropy(here, kind)
+            yield from self._anisotropy(here, kind, covariances)
 
     def _told_tests(
         self, here: Here, kind: str, tests: Mapping[str, CrossedTest | str]
@@ -286,12 +287,14 @@ class TangentAnalysis:
         assert isinstance(whole, CrossedTest)
         yield f"{name}.p", Estimate(value=whole.p, stderr=None, n=whole.share.n, method=P_VALUE, notes=(note,))
 
-    def _anisotropy(self, here: Here, kind: str) -> Iterator[tuple[Name, Result]]:
-        each = []
+    def _anisotropy(self, here: Here, kind: str, covariances: list[Tensor]) -> Iterator[tuple[Name, Result]]:
+        each, gradients = [], [here.g[rows] for rows in here.halves.rows]
+        covariances += [] if covariances else [unit_covariance(g) for g in gradients]
         for half in (0, 1):
             basis = here.bases[kind][1 - half]
             controls = control_bases(basis, "normal", self.draws, seed=2 * self.seed + 1 - half)
-            each.append(anisotropy_share(here.g[here.halves.rows[half]], basis, controls, spectral=here.last))
+            share = anisotropy_share(gradients[half], basis, controls, spectral=here.last, covariance=covariances[half])
+            each.append(share)
         yield f"{kind}.activation.isoscore_share", mean_of_halves(each[0].isoscore_star, each[1].isoscore_star)
         one, two = each[0].spectral_ratio, each[1].spectral_ratio
         if one is not None and two is not None:

@@ -47,31 +47,27 @@ def anisotropy_share(
     zeta: float = 0.1,
     *,
     spectral: bool = True,
+    covariance: Float[Tensor, "d d"] | None = None,
 ) -> AnisotropyShare:
     """``Delta(Q) - mean_b Delta(Q_b)`` for isoscore_star (shrunken by ``zeta`` to ``(tr S / D) I``) and spectral_ratio.
 
     Everything after the covariance works on D x D matrices. The plain (plug-in) formulas are used: the bias of few
     rows is nearly the same for basis and controls and cancels in the difference. The spectral ratio needs an
-    eigenvalue for each control, which is most of the cost: ``spectral=False`` leaves it out.
+    eigenvalue for each control, which is most of the cost: ``spectral=False`` leaves it out. ``covariance`` is the
+    ``unit_covariance`` of the gradients where it is known already, as for the second of two bases.
     """
     if not 0 <= zeta <= 1:
         raise OptionError(f"zeta is a share between 0 and 1, got {zeta}")
-    rows = in_range(gradients, "gradients")
-    check_basis(basis, rows.shape[1])
+    check_basis(basis, gradients.shape[1])
     if controls.shape[1:] != basis.shape:
         raise ShapeError(f"controls have shape {tuple(controls.shape)}, the basis {tuple(basis.shape)}; want (B, D, K)")
     if len(controls) == 0:
         raise OptionError("anisotropy_share needs at least one control")
-    if len(rows) < 2:
-        raise TooFewRowsError(f"a covariance needs two rows, got {len(rows)}")
-    covariance = Moments.of(rows).covariance()
-    if not float(covariance.trace()) > 0:
-        raise DegenerateError("all gradient rows are equal: their covariance is zero")
-    covariance = covariance / covariance.trace()
+    covariance = unit_covariance(gradients) if covariance is None else covariance
     bases = torch.cat([basis[None], controls.to(basis)]).to(covariance)
     rounder = isoscores_without(covariance, bases, zeta)
     whole = isoscores_without(covariance, bases[:1, :, :0], zeta)
-    n = len(rows)
+    n = len(gradients)
     found = AnisotropyShare(
         _difference(rounder - whole, float(whole), f"isoscore_star, z={zeta:g}, plugin", n, ()),
         p_value(float(rounder[0]), rounder[1:]),
@@ -85,6 +81,17 @@ def anisotropy_share(
         spectral_ratio=_difference(lead - top, float(top), "spectral_ratio", n, notes),
         p_spectral_ratio=p_value(-float(lead[0]), -lead[1:]),
     )
+
+
+def unit_covariance(gradients: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
+    """The covariance of the gradient over its trace, in float64."""
+    rows = in_range(gradients, "gradients")
+    if len(rows) < 2:
+        raise TooFewRowsError(f"a covariance needs two rows, got {len(rows)}")
+    covariance = Moments.of(rows).covariance()
+    if not float(covariance.trace()) > 0:
+        raise DegenerateError("all gradient rows are equal: their covariance is zero")
+    return covariance / covariance.trace()
 
 
 def _difference(deltas: Float[Tensor, "b1"], whole: float, name: str, n: int, notes: tuple[str, ...]) -> Estimate:
