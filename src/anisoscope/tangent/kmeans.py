@@ -48,25 +48,25 @@ def k_means(
     if len(rows) > most:
         picks = torch.randperm(len(rows), generator=generator)[:most]
         sample = rows[picks.sort().values.to(rows.device)]
-    marks = _seeds(sample, cells, generator) if centres is None else centres.to(rows)
-    labels, distances = _nearest(sample, marks)
+    size = sample.square().sum(dim=1)
+    marks = _seeds(sample, size, cells, generator) if centres is None else centres.to(rows)
+    labels, distances = _nearest(sample, size, marks)
     iterations, settled = 0, False
     while iterations < max_iter and not settled:
         iterations += 1
         marks = _means(sample, labels, distances, marks)
-        moved, distances = _nearest(sample, marks)
+        moved, distances = _nearest(sample, size, marks)
         settled = torch.equal(moved, labels)
         labels = moved
     if sample is not rows:
-        labels, distances = _nearest(rows, marks)
+        labels, distances = _nearest(rows, rows.square().sum(dim=1), marks)
     total = float(rows.square().sum(dtype=torch.float64))
     inside = float(distances.sum(dtype=torch.float64))
     return KMeans(marks.double(), labels, inside / total if total else 0.0, iterations)
 
 
-def _seeds(rows: Tensor, cells: int, generator: torch.Generator) -> Tensor:
+def _seeds(rows: Tensor, size: Tensor, cells: int, generator: torch.Generator) -> Tensor:
     """k-means++: each further centre is a row drawn with probability proportional to its squared distance."""
-    size = rows.square().sum(dim=1)
     first = torch.randint(len(rows), (1,), generator=generator).to(rows.device)
     draws = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for _ in range(cells)]).to(rows.device)
     picks = [first]
@@ -88,14 +88,14 @@ def _gap(rows: Tensor, size: Tensor, pick: Tensor) -> Tensor:
     return torch.where(gap > 16 * torch.finfo(rows.dtype).eps * both, gap, 0.0)
 
 
-def _nearest(rows: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest centre of each row and the squared distance to it."""
+def _nearest(rows: Tensor, size: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest centre of each row and the squared distance to it; ``size`` are the rows' squared lengths."""
     own = marks.square().sum(dim=1)
     labels, gaps = [], []
-    for part in rows.split(BLOCK_ROWS):
+    for part, square in zip(rows.split(BLOCK_ROWS), size.split(BLOCK_ROWS), strict=True):
         least, label = torch.addmm(own, part, marks.T, alpha=-2).min(dim=1)
         labels.append(label)
-        gaps.append((least + part.square().sum(dim=1)).clamp_min_(0))
+        gaps.append(least.add_(square).clamp_min_(0))
     return torch.cat(labels), torch.cat(gaps)
 
 
