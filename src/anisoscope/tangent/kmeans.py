@@ -11,7 +11,7 @@ from torch import Tensor
 from anisoscope.errors import OptionError, TooFewRowsError
 
 SAMPLE_ROWS = 65_536  # centres are fitted on so many rows drawn at random: more would move them by little
-BLOCK_ROWS = 8192
+BLOCK_ROWS, GPU_BLOCK_ROWS = 8192, 1 << 17
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,15 @@ def k_means(
     iterations, settled = 0, False
     while iterations < max_iter and not settled:
         iterations += 1
-        marks = _means(sample, labels, distances, marks)
-        moved, distances = _nearest(sample, size, marks)
-        settled = torch.equal(moved, labels)
-        labels = moved
+        marks, empty = _means(sample, labels, marks)
+        moved, gaps = _nearest(sample, size, marks)
+        some_empty, settled = torch.stack([empty.any(), (moved == labels).all()]).tolist()  # a device is asked once
+        if some_empty:
+            far = distances.argsort(descending=True, stable=True)
+            marks[empty] = sample[far[: int(empty.sum())]]
+            moved, gaps = _nearest(sample, size, marks)
+            settled = torch.equal(moved, labels)
+        labels, distances = moved, gaps
     if sample is not rows:
         labels, distances = _nearest(rows, rows.square().sum(dim=1), marks)
     total = float(rows.square().sum(dtype=torch.float64))
@@ -91,25 +96,26 @@ def _gap(rows: Tensor, size: Tensor, pick: Tensor) -> Tensor:
 def _nearest(rows: Tensor, size: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest centre of each row and the squared distance to it; ``size`` are the rows' squared lengths."""
     own = marks.square().sum(dim=1)
-    labels, gaps = [], []
-    for part, square in zip(rows.split(BLOCK_ROWS), size.split(BLOCK_ROWS), strict=True):
+    labels, gaps, block = [], [], _block_rows(rows)
+    for part, square in zip(rows.split(block), size.split(block), strict=True):
         least, label = torch.addmm(own, part, marks.T, alpha=-2).min(dim=1)
         labels.append(label)
         gaps.append(least.add_(square).clamp_min_(0))
     return torch.cat(labels), torch.cat(gaps)
 
 
-def _means(rows: Tensor, labels: Tensor, distances: Tensor, marks: Tensor) -> Tensor:
-    """The mean of each cell; an empty one moves to the row that lies farthest from its centre."""
-    cells = len(marks)
+def _means(rows: Tensor, labels: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of each cell, and which are empty: such a one is to move to the row that lies farthest from its centre."""
+    cells, block = len(marks), _block_rows(rows)
     sums = torch.zeros(marks.shape, dtype=torch.float64, device=rows.device)
-    for part, label in zip(rows.split(BLOCK_ROWS), labels.split(BLOCK_ROWS), strict=True):
+    counts = torch.zeros(cells, dtype=torch.float64, device=rows.device)
+    for part, label in zip(rows.split(block), labels.split(block), strict=True):
         member = torch.nn.functional.one_hot(label, cells).to(rows.dtype)  # a product adds up in one fixed order
         sums += (member.T @ part).double()
-    counts = torch.bincount(labels, minlength=cells)
-    means = (sums / counts.clamp_min(1)[:, None]).to(rows.dtype)
-    empty = (counts == 0).nonzero().reshape(-1)
-    if len(empty):
-        far = distances.argsort(descending=True, stable=True)[: len(empty)]
-        means[empty] = rows[far]
-    return means
+        counts += member.sum(dim=0)  # whole numbers
+    return (sums / counts.clamp_min(1)[:, None]).to(rows.dtype), counts == 0
+
+
+def _block_rows(rows: Tensor) -> int:
+    """Rows that are taken at a time: as many as a cache holds, or as keep a GPU from waiting for the next launch."""
+    return BLOCK_ROWS if rows.device.type == "cpu" else GPU_BLOCK_ROWS
