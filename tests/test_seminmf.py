@@ -202,12 +202,12 @@ def test_the_number_of_cores_changes_rounding_alone(momentum):
         assert torch.allclose(found[0].codes, other.codes, atol=1e-4 * float(other.codes.max()))
 
 
-@pytest.mark.parametrize("n", [700, 1060])
-def test_a_small_descent_gives_the_same_bits_on_any_number_of_cores(n, seed):
+@pytest.mark.parametrize(("n", "rank"), [(700, 16), (1060, 16), (1060, 24)])
+def test_a_small_descent_gives_the_same_bits_on_any_number_of_cores(n, rank, seed):
     """Rows of one part, and hardly more than one: nothing is dealt out to cores, and one core rounds the products."""
     draw = torch.Generator().manual_seed(seed)
-    rows, concepts = torch.randn(n, 128, generator=draw), torch.randn(16, 128, generator=draw, dtype=torch.float64)
-    codes, size = torch.rand(16, n, generator=draw), float(rows.double().square().sum())
+    rows, concepts = torch.randn(n, 128, generator=draw), torch.randn(rank, 128, generator=draw, dtype=torch.float64)
+    codes, size = torch.rand(rank, n, generator=draw), float(rows.double().square().sum())
     before, found = torch.get_num_threads(), []
     try:
         for cores in (1, 2):
@@ -229,8 +229,8 @@ def test_rows_beyond_one_part_are_swept_with_it_and_summed_apart(monkeypatch, se
     codes, size = torch.rand(8, 1060, generator=draw), float(rows.double().square().sum())
     limits = descending.Limits(max_iter=6, tolerance=0, sweeps=3)
     joined = descending.descend(rows, concepts, codes, size, limits, momentum=0.5)
-    monkeypatch.setattr(descending, "nearly_one", lambda n, step: n <= step)
-    monkeypatch.setattr(descent, "nearly_one", lambda n, step: n <= step)
+    for module in (descending, descent):
+        monkeypatch.setattr(module, "swept_as_one", lambda n, step, rank: n <= step)
     apart = descending.descend(rows, concepts, codes, size, limits, momentum=0.5)
     assert np.allclose(joined.history, apart.history, rtol=1e-6)
     assert torch.allclose(joined.codes, apart.codes, atol=1e-4 * float(apart.codes.max()))

@@ -32,6 +32,11 @@ def nearly_one(n: int, step: int) -> bool:
     return n <= step + step // SLIVER
 
 
+def swept_as_one(n: int, step: int, rank: int) -> bool:
+    """Whether such rows are swept as one part: rows of one block of concepts are rounded alike wherever they stand."""
+    return nearly_one(n, step) and rank <= BLOCK_CONCEPTS
+
+
 class Scratch(threading.local):
     """Memory for sweeps with all views of it, which each thread keeps from round to round.
 
@@ -108,7 +113,7 @@ def _sweep_until(
     scratch = scratch or Scratch()
     rank, n = codes.shape
     step = part_rows(n, rank, codes.device)
-    step = n if nearly_one(n, step) else step
+    step = n if swept_as_one(n, step, rank) else step
     parts = [(codes, cross)] if n <= step else zip(codes.split(step, dim=1), cross.split(step, dim=1), strict=True)
     found = []
     for some, aims in parts:

@@ -105,7 +105,7 @@ def _nearest(rows: Tensor, size: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _means(rows: Tensor, labels: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each cell, and which are empty: such a one is to move to the row that lies farthest from its centre."""
+    """The mean of each cell, and which are empty: these are to move to the rows that lie farthest from their centres."""
     cells, block = len(marks), _block_rows(rows)
     sums = torch.zeros(marks.shape, dtype=torch.float64, device=rows.device)
     counts = torch.zeros(cells, dtype=torch.float64, device=rows.device)
