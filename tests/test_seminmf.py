@@ -15,7 +15,7 @@ from anisoscope.errors import (
     ShapeError,
     TooFewRowsError,
 )
-from anisoscope.tangent import descending, descent, seminmf
+from anisoscope.tangent import descending, descent, kmeans, seminmf
 from anisoscope.tangent.descent import swept
 from anisoscope.tangent.kmeans import k_means
 from anisoscope.tangent.seminmf import fit_seminmf
@@ -538,3 +538,20 @@ def test_k_means_finds_far_cells_and_its_error_is_the_share_inside(seed):
     few = k_means(torch.ones(10, 3), 4)
     assert bool(torch.isfinite(few.centres).all())
     assert few.error == 0
+
+
+def test_distances_of_all_pairs_are_those_from_one_row():
+    """On a GPU seeds are drawn from a table of them; copies are at no distance in either."""
+    rows = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)) + 3
+    rows[30:] = rows[:10]
+    size = rows.square().sum(dim=1)
+    table = kmeans._gaps(rows, size)
+    for at in range(40):
+        one = kmeans._gap(rows, size, torch.tensor([at]))
+        assert torch.allclose(table[at], one, atol=1e-4) and torch.equal(table[at] == 0, one == 0)
+
+
+def test_a_cell_that_loses_its_rows_moves_to_the_farthest_row():
+    rows = torch.cat([torch.zeros(20, 2), torch.tensor([[10.0, 0.0]])]) + 1e-3 * torch.arange(21)[:, None]
+    found = k_means(rows, 2, centres=torch.tensor([[0.0, 0.0], [500.0, 0.0]]))
+    assert found.labels.tolist() == [0] * 20 + [1] and found.error < 1e-3

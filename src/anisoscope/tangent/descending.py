@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -200,6 +200,18 @@ def descend_few(
     return run.concepts, torch.cat(found, dim=1)
 
 
+class _Hope(NamedTuple):
+    """What the errors of a round on a GPU are made of, and whether its concepts could be had from an inverse."""
+
+    own: Tensor
+    gram: Tensor
+    fit: Tensor
+    second: Tensor
+    fresh: Tensor
+    pull: Tensor
+    good: Tensor
+
+
 @dataclass(frozen=True)
 class _Work:
     """What the rounds of one descent share."""
@@ -241,11 +253,8 @@ class _Work:
                 return _Done(replace(after, concepts=renewed, last=None), (codes_error, error), True)
         return _Done(after, (codes_error, error))
 
-    def hoped(self, state: _State) -> tuple[_State, Tensor]:
-        """The same round on a GPU if nothing is unusual, without a question to it; and what tells whether it was so.
-
-        That is both errors, and whether the concepts could be had from an inverse.
-        """
+    def hoped(self, state: _State) -> tuple[_State, _Hope]:
+        """The same round on a GPU if nothing is unusual, without a question to it; and what tells whether it was so."""
         concepts, (rows,), (codes,), ahead = state.concepts, self.rows, state.codes, state.ahead
         small, gram = concepts.to(rows.dtype), concepts @ concepts.T
         cross = against(small, rows)
@@ -260,11 +269,16 @@ class _Work:
         limit = 1 / (len(codes) * torch.finfo(rows.dtype).eps)
         inverse, good = inverses(second[None], torch.ones(1, dtype=torch.bool, device=rows.device), limit)
         fresh = torch.addmm(concepts, inverse[0], torch.addmm(pull, second, concepts, alpha=-1))
-        lost = torch.stack([(own * gram).sum() - 2 * fit, ((second @ fresh - 2 * pull) * fresh).sum()])
-        errors = (lost + self.size).clamp_min_(0) / self.size
         pace = state.pace.told(True) if ahead else state.pace
         after = _State(fresh, [beyond], [new] if self.momentum else None, pace, state.reseeds)
-        return after, torch.cat([errors, good.double()])
+        return after, _Hope(own, gram, fit, second, fresh, pull, good)
+
+    def told(self, hopes: Sequence[_Hope]) -> list[list[float]]:
+        """Both errors of each round, and whether its concepts could be had from an inverse; one question for all."""
+        own, gram, fit, second, fresh, pull, good = map(torch.stack, zip(*hopes, strict=True))
+        codes, concepts = (own * gram).sum(dim=(1, 2)) - 2 * fit, ((second @ fresh - 2 * pull) * fresh).sum(dim=(1, 2))
+        errors = (torch.stack([codes, concepts], dim=1) + self.size).clamp_min_(0) / self.size
+        return torch.cat([errors, good.double()], dim=1).tolist()
 
 
 def _one_by_one(work: _Work, state: _State, most: int) -> Iterator[_Done]:
@@ -278,13 +292,13 @@ def _in_windows(work: _Work, state: _State, most: int) -> Iterator[_Done]:
     """The same rounds; a window's are launched as if each went well, and those behind one that did not are dropped."""
     at = 0
     while at < most:
-        window, began = list[tuple[_State, _State, Tensor]](), state
+        window, began = list[tuple[_State, _State, _Hope]](), state
         for _ in range(min(WINDOW, most - at)):
-            after, told = work.hoped(began)
-            window.append((began, after, told))
+            after, hope = work.hoped(began)
+            window.append((began, after, hope))
             began = after
         for (before, after, _), (first, second, good) in zip(
-            window, torch.stack([told for _, _, told in window]).tolist(), strict=True
+            window, work.told([hope for _, _, hope in window]), strict=True
         ):
             at += 1
             usual = good > 0 and (not before.ahead or second <= first)

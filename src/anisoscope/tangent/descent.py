@@ -242,8 +242,9 @@ def second_moment(codes: Float[Tensor, "k n"]) -> Float[Tensor, "k k"]:
     """``Z^T Z`` in float64."""
     if codes.device.type != "cpu":
         parts = -(-codes.shape[1] // SPLIT_COLUMNS)
-        full = torch.nn.functional.pad(codes, (0, parts * SPLIT_COLUMNS - codes.shape[1]))
-        wide = full.view(len(codes), parts, SPLIT_COLUMNS).transpose(0, 1).double()
+        short = parts * SPLIT_COLUMNS - codes.shape[1]
+        full = torch.nn.functional.pad(codes, (0, short)) if short else codes
+        wide = full.reshape(len(codes), parts, SPLIT_COLUMNS).transpose(0, 1).double()
         return (wide @ wide.mT).sum(dim=0)
     wide = codes[:, :BLOCK_ROWS].double()
     total = wide @ wide.T

@@ -12,6 +12,7 @@ from anisoscope.errors import OptionError, TooFewRowsError
 
 SAMPLE_ROWS = 65_536  # centres are fitted on so many rows drawn at random: more would move them by little
 BLOCK_ROWS, GPU_BLOCK_ROWS = 8192, 1 << 17
+TABLE_ROWS = 8192  # whose distances from each other are held at once on a GPU
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,24 @@ def _seeds(rows: Tensor, size: Tensor, cells: int, generator: torch.Generator) -
     """k-means++: each further centre is a row drawn with probability proportional to its squared distance."""
     first = torch.randint(len(rows), (1,), generator=generator).to(rows.device)
     draws = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for _ in range(cells)]).to(rows.device)
-    picks = [first]
-    gap = _gap(rows, size, first)
+    picks, totals = [first], [torch.ones_like(draws[:1])]
+    # On a GPU launches are dear and products are not: all distances at once, and one row of them in each step.
+    table = _gaps(rows, size) if rows.device.type != "cpu" and len(rows) <= TABLE_ROWS else None
+    gap = _gap(rows, size, first) if table is None else table[first][0]
     for draw in draws[: cells - 1, None]:  # nothing here asks a device for a number
-        reach = gap.double().cumsum(0)
-        total = reach[-1:]
-        pick = torch.searchsorted(reach, draw * total, right=True).clamp_max_(len(rows) - 1)
-        # No distance left: every row is a centre already, and further ones can only be copies.
-        picks.append(torch.where(total > 0, pick, first))
-        gap = torch.minimum(gap, _gap(rows, size, picks[-1]))
-    return rows[torch.cat(picks)].clone()
+        reach = gap.cumsum(0, dtype=torch.float64)
+        totals.append(reach[-1:])
+        picks.append(torch.searchsorted(reach, draw * reach[-1:], right=True).clamp_max_(len(rows) - 1))
+        gap = torch.minimum(gap, _gap(rows, size, picks[-1]) if table is None else table[picks[-1]][0])
+    # No distance left: every row is a centre already, and further ones can only be copies.
+    return rows[torch.where(torch.cat(totals) > 0, torch.cat(picks), first)].clone()
+
+
+def _gaps(rows: Tensor, size: Tensor) -> Tensor:
+    """``_gap`` of all pairs."""
+    both = size[:, None] + size
+    gap = torch.addmm(both, rows, rows.T, alpha=-2)
+    return torch.where(gap > 16 * torch.finfo(rows.dtype).eps * both, gap, 0.0)
 
 
 def _gap(rows: Tensor, size: Tensor, pick: Tensor) -> Tensor:
@@ -105,7 +114,7 @@ def _nearest(rows: Tensor, size: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _means(rows: Tensor, labels: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each cell, and which are empty: these are to move to the rows that lie farthest from their centres."""
+    """The mean of each cell, and which are empty: these are to move to rows that lie farthest from their centres."""
     cells, block = len(marks), _block_rows(rows)
     sums = torch.zeros(marks.shape, dtype=torch.float64, device=rows.device)
     counts = torch.zeros(cells, dtype=torch.float64, device=rows.device)
