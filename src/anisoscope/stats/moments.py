@@ -22,7 +22,7 @@ Precision: TypeAlias = Literal["mixed", "float64"]
 """How products of rows are formed. ``float64`` keeps ten digits and more of every singular value down to 1e-6 of the
 largest. ``mixed`` multiplies in float32 and sums chunks in float64: half the time, seven digits of squared quantities
 (traces, the largest eigenvalue, the Frobenius norm), and no claim about small singular values. On a GPU wide rows are
-multiplied on tensor cores, in two parts each: six digits."""
+multiplied on tensor cores, in parts: six digits."""
 
 
 BLOCK_ROWS = 4096  # rows multiplied at a time: full speed, and still in cache
