@@ -316,6 +316,53 @@ MUTANTS = [
         ".reshape(rows, width)",
         ("tests/test_models_llama2c.py",),
     ),
+    Mutant("measures/leading.py", "= 1 if found[0][0] else WARM_CYCLES", "= WARM_CYCLES", (LEADING,)),
+    Mutant("measures/leading.py", "(found[-1][1] and len(found) >= WARM_CYCLES)", "found[-1][1]", (LEADING,)),
+    Mutant("measures/stacked_masked.py", "if before <= room), MENDED)", "if before < room), MENDED)", (KERNELS,)),
+    Mutant(
+        "measures/stacked_masked.py",
+        "        doubtful = (~settled).sum(dim=1)\n",
+        "        doubtful = settled.sum(dim=1)\n",
+        (KERNELS,),
+    ),
+    Mutant(
+        "monitoring/tangents_together.py",
+        "zip(views, scales, strict=True) if scale is not None]",
+        "zip(views, scales, strict=True) if scale is None]",
+        (STACKED,),
+    ),
+    Mutant(
+        "monitoring/tangents_together.py", "        g *= sent(factors, g)", "        g = sent(factors, g)", (STACKED,)
+    ),
+    Mutant("monitoring/stacking.py", "* sent(factors, rows)[:, None, None]", "", (STACKED,)),
+    Mutant(
+        "monitoring/tangents_told.py",
+        "            asked._keep(views[site], kind, pair)",
+        "            pass",
+        (STACKED,),
+    ),
+    Mutant(
+        "monitoring/measuring.py",
+        "        return partial(dict, {view.site: error for view in views})",
+        "        return None",
+        ("tests/test_monitor.py", STACKED),
+    ),
+    Mutant("measures/later.py", "(at := at + math.prod(shape))", "(at := at + len(shape))", (STACKED,)),
+    Mutant(
+        "tangent/kmeans.py",
+        "            marks[empty] = sample[far[: int(empty.sum())]]\n",
+        "",
+        ("tests/test_seminmf.py",),
+    ),
+    Mutant(
+        "tangent/kmeans.py",
+        "gap > 16 * torch.finfo(rows.dtype).eps * both, gap, 0.0)\n\n\ndef _gap(",
+        "gap > 0, gap, 0.0)\n\n\ndef _gap(",
+        ("tests/test_seminmf.py",),
+    ),
+    Mutant("tangent/descending.py", "(second @ fresh - 2 * pull)", "(second @ fresh - pull)", (KERNELS,)),
+    Mutant("tangent/stacked.py", "b @ right - a @ along", "b @ right - a @ right", (STACKED,)),
+    Mutant("stats/moments.py", "        out[:, at:, at : at + strip] = part.mT", "        pass", (GRAMS,)),
 ]
 
 

@@ -89,6 +89,8 @@ def masked():
     rows[1, 200:230] = rows[1, 100:130]
     rows[2, 40:] = rows[2, :1]  # hardly a row left
     plain = stacked_neighbors.begin_two_nn(rows)()
+    copy = row_kernels.copies(rows[1:2], stacked_neighbors.copy_weights(12, "cpu"))[0]
+    (searched,) = neighbors_fused.search_fused(rows[1:2], 2, 1.0, left_out=copy)
     found = stacked_masked.begin(rows)()
     counted, whole = dict(stacked_masked._DOUBTFUL), stacked_masked.mended
     stacked_masked.mended = lambda rows, k, found, copy, most: found
@@ -107,7 +109,7 @@ def masked():
         "same": [(one.n, one.notes) == (two.n, two.notes) for one, two in zip(plain[:2], found[:2], strict=True)],
         "copies": plain[1].n, "rough": [one.value / plain[1].value - 1 for one in rough], "empty": found[2] is None,
         "rooms": rooms, "asked": asked, "counted": list(counted.values()),
-        "after": stacked_masked._DOUBTFUL[(1, 250, 12), rows.device],
+        "after": [stacked_masked._DOUBTFUL[(1, 250, 12), rows.device], int((~searched.settled & ~copy[0]).sum())],
     }  # fmt: skip
 
 

@@ -763,6 +763,44 @@ def test_analyses_give_estimates_and_curves_by_name_and_slice(probe, tmp_path):
         assert monitor.latest("mean_cosine", "mlp_in.0").n == padless.tokens
 
 
+@pytest.mark.parametrize("way", ["together", "begin_together", "fails at once", "fails later"])
+def test_an_analysis_of_all_sites_at_once(way):
+    """It is asked once for all of them; where it fails that is told at each, and the measures stay."""
+    one, calls = Estimate(value=1.0, stderr=None, n=3, method="m"), []
+
+    class Analysis:
+        def __call__(self, view):
+            raise AssertionError("nobody asks site by site")
+
+    def together(views):
+        calls.append([view.site for view in views])
+        if way.startswith("fails"):
+            raise ValueError("not today")
+        return {view.site: {"share": one} for view in views}
+
+    analysis = Analysis()
+    if way in ("together", "begin_together", "fails at once"):
+        analysis.together = together
+    if way == "fails at once":
+        analysis.begin_together = together
+    elif way != "together":
+        analysis.begin_together = lambda views: lambda: together(views)
+    with Monitor(
+        build("gpt2"), probe=batch_of(12, 12), schedule=every(1), sites="resid.*", measures=["mean_cosine"],
+        analyses={"mine": analysis},
+    ) as monitor:  # fmt: skip
+        monitor.step(0)
+        last = monitor.last
+    sites = [f"resid.{layer}" for layer in range(LAYERS + 1)]
+    assert calls == [sites]
+    assert [record.site for record in last.records if record.measure == "mean_cosine"] == sites
+    told = [record.site for record in last.records if record.measure == "share"]
+    failed = [(one.site, one.measure, one.error) for one in last.failures]
+    wrong = way.startswith("fails")
+    assert told == ([] if wrong else sites)
+    assert failed == ([(site, "mine", "ValueError: not today") for site in sites] if wrong else [])
+
+
 @pytest.mark.parametrize("around", [False, True], ids=["alone", "inside the user's autocast"])
 def test_of_model_runs_outside_the_autocast_of_the_look(around, probe):
     """The look is bfloat16, what is told of the model as a whole is not; the user's own autocast is as it was."""

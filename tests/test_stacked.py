@@ -192,6 +192,18 @@ def test_sites_together_say_what_each_says_alone(options, dtype, drop):
     assert set(together.state()) == set(alone.state())
 
 
+def test_the_size_of_the_gradients_is_seen_by_nobody():
+    """Gradients of a mean over a billion tokens are tiny; squares of them would leave float32."""
+    views = looked(1)
+    tiny = [replace(view, g=view.g * 2.0**-90) for view in views]
+    found, scaled = (asked(some).stacked(some) for some in (views, tiny))
+    assert set(scaled) == set(found) == {view.site for view in views}
+    for site, told in found.items():
+        for name, one in told.items():
+            if not isinstance(one, Exception):
+                assert scaled[site][name] == one, name
+
+
 def test_sites_start_together():
     looks = [looked(step) for step in (1, 2)]
     alone, together = asked(looks[0]), asked(looks[0])
