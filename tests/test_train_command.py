@@ -14,14 +14,14 @@ import pytest
 from rich.console import Console
 from test_cli import ENVIRONMENT, run, run_many
 
-from anisoscope.commands.lines import clock, line_of, results_table, short
+from anisoscope.commands.lines import clock, line_of, results_table, short, training_lines
 from anisoscope.commands.train import changed
 from anisoscope.errors import AnisoscopeError
 from anisoscope.runs.store import RunReader
 from anisoscope.train.loop import Progress, train
 from anisoscope.train.metrics import METRICS, read_metrics
 from anisoscope.train.recipe import load_recipe, parse_recipe
-from anisoscope.watching.study import Cell, CellResult, News
+from anisoscope.watching.study import Cell, CellResult, News, cells_of
 
 TEXT = """\
 name: tiny
@@ -219,3 +219,13 @@ def test_no_number_of_the_table_is_cut_off_in_a_plain_terminal():
     text = console.export_text()
     assert "…" not in text and re.search(r"finished +1.06 M +12,400 +46.1 k +6.287 +6.307 +1,041.5 +16 \(50%\)", text)
     assert " ".join(line[:15].strip() for line in text.splitlines()).count("seed 0") == 1
+
+
+@pytest.mark.parametrize(("compiles", "words"), [(True, "some 15 s to compile kernels"), (False, "building")])
+def test_what_stands_there_before_the_first_update(compiles, words, tmp_path):
+    """A first look on a GPU may take a while, and must not seem to hang."""
+    (cell, *_) = cells_of(load_recipe("demo"), tmp_path)
+    console = Console(file=io.StringIO(), force_terminal=True, width=140)
+    with training_lines(console, quiet=False, compiles=compiles) as lines:
+        lines.begin(cell)
+    assert words in console.file.getvalue()

@@ -24,11 +24,14 @@ WIDE = 110
 """Columns of a terminal that has room for the bar and the whole line."""
 
 
+FIRST_ON_GPU = "building, first look (on a new machine some 15 s to compile kernels)"
+
+
 class Lines:
     """What a study tells while it runs."""
 
-    def __init__(self, console: Console, bars: Progress | None, quiet: bool) -> None:
-        self._console, self._bars, self._quiet = console, bars, quiet
+    def __init__(self, console: Console, bars: Progress | None, quiet: bool, before: str = "building") -> None:
+        self._console, self._bars, self._quiet, self._before = console, bars, quiet, before
         self._task: TaskID | None = None
         self._began = self._told = 0.0
         self._first = 0
@@ -37,7 +40,7 @@ class Lines:
         """A training begins; if it was over before, nothing more is told of it."""
         self._began, self._told, self._first = time.perf_counter(), 0.0, -1
         if self._bars is not None:
-            self._task = self._bars.add_task(escape(cell.name), total=None, news="building")
+            self._task = self._bars.add_task(escape(cell.name), total=None, news=self._before)
 
     def tell(self, news: News) -> None:
         """An update was done."""
@@ -130,8 +133,11 @@ class _Above(logging.Handler):
 
 
 @contextlib.contextmanager
-def training_lines(console: Console, quiet: bool) -> Iterator[Lines]:
-    """Lines of progress while a study runs; what the monitor warns of stands above them."""
+def training_lines(console: Console, quiet: bool, *, compiles: bool = False) -> Iterator[Lines]:
+    """Lines of progress while a study runs; what the monitor warns of stands above them.
+
+    ``compiles``: the first look of each process may have kernels to make, and would seem to hang.
+    """
     logger = logging.getLogger("anisoscope.monitor")
     handler = _Above(lambda words: console.print(words, markup=False, highlight=False, style="yellow", soft_wrap=True))
     passed_on = logger.propagate
@@ -145,7 +151,7 @@ def training_lines(console: Console, quiet: bool) -> Iterator[Lines]:
         name = TextColumn("{task.description}", table_column=Column(no_wrap=True))
         columns = [name, BarColumn(bar_width=16), text] if console.width >= WIDE else [name, text]
         with Progress(*columns, console=console) as bars:
-            yield Lines(console, bars, quiet)
+            yield Lines(console, bars, quiet, FIRST_ON_GPU if compiles else "building")
     finally:
         logger.removeHandler(handler)
         logger.propagate = passed_on

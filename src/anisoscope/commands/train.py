@@ -177,12 +177,12 @@ def _go(recipe: Recipe, folder: Path, *, resume: bool, quiet: bool, no_report: b
     check_folder(folder, resume)
     if resume:
         same_recipe(folder, recipe)
-    resolve_device(recipe.device)
+    on_gpu = resolve_device(recipe.device).type == "cuda"
     began = time.perf_counter()
     with console.status("reading the text and making the tokenizer"):
         data = prepare_all(recipe)
     prepared = time.perf_counter() - began
-    with stopping(console) as stop, training_lines(console, quiet) as lines:
+    with stopping(console) as stop, training_lines(console, quiet, compiles=on_gpu) as lines:
         results = run_study(
             recipe, folder, data=data, resume=resume, on_cell=lines.begin, on_news=lines.tell, stop=stop
         )
