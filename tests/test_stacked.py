@@ -1,5 +1,6 @@
 """Work that several rows or sites share says what the plain, separate computations say."""
 
+import math
 import statistics
 from dataclasses import replace
 
@@ -28,7 +29,8 @@ from anisoscope.stats import moments
 from anisoscope.stats.moments import gram_in_parts
 from anisoscope.stats.precision import full_precision, two_parts
 from anisoscope.tangent import stacked_fits
-from anisoscope.tangent.stacked import jackknives
+from anisoscope.tangent.spans import principal_angles
+from anisoscope.tangent.stacked import jackknives, mean_angles
 from anisoscope.tangent.stacked_controls import _inverses
 from anisoscope.tangent.stacked_types import Types, correlation_estimates
 from anisoscope.tangent.units import jackknife
@@ -202,6 +204,35 @@ def test_the_size_of_the_gradients_is_seen_by_nobody():
         for name, one in told.items():
             if not isinstance(one, Exception):
                 assert scaled[site][name] == one, name
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
+def test_rows_that_are_not_ordinary_are_left_out_alone(bad):
+    views = looked(1)
+    views[1] = replace(views[1], x=views[1].x.clone().index_fill_(0, torch.tensor([3]), bad))
+    found, alone = asked(views).stacked(views), asked(views).stacked([views[0], *views[2:]])
+    assert set(found) == {view.site for view in views} - {views[1].site}
+    assert {site: found[site]["pca.explained"] for site in found} == {
+        site: alone[site]["pca.explained"] for site in alone
+    }
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-12, 1e-8, 1e-4, 0.1, 1.0, "right"])
+def test_mean_angles_are_those_of_principal_angles(apart):
+    draw = torch.Generator().manual_seed(0)
+    whole = torch.linalg.qr(torch.randn(40, 12, generator=draw, dtype=torch.float64)).Q
+    one, other = whole[:, :5], whole[:, 5:10]
+    if apart == "right":
+        two = torch.cat([one[:, :2], other[:, :3]], dim=1)  # some shared, some at right angles
+    else:
+        two = one * math.cos(apart) + other * math.sin(apart)
+    two = two @ torch.linalg.qr(torch.randn(5, 5, generator=draw, dtype=torch.float64)).Q
+    (found,) = mean_angles(one[None], two[None])
+    truth = 54.0 if apart == "right" else math.degrees(apart)
+    assert float(found) == pytest.approx(truth, rel=1e-6, abs=2e-7)
+    assert float(found) == pytest.approx(float(principal_angles(one, two).mean()), rel=1e-6, abs=2e-6)
+    nan = mean_angles(torch.stack([one, one * torch.nan]), torch.stack([two, two]))
+    assert float(nan[0]) == float(found) and bool(nan[1].isnan())
 
 
 def test_sites_start_together():

@@ -213,5 +213,5 @@ def fetched_later(found: Mapping[str, Tensor]) -> Callable[[], dict[str, np.ndar
 
 def sent(values: Sequence[float], like: Tensor) -> Tensor:
     """Numbers on the device and in the type of another tensor. A plain copy would wait for all that is under way."""
-    found = torch.tensor(values, dtype=like.dtype)
-    return found.pin_memory().to(like.device, non_blocking=True) if like.device.type == "cuda" else found
+    found = torch.tensor(values, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+    return found.to(like.device, non_blocking=True)

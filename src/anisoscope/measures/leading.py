@@ -23,7 +23,7 @@ BLOCK = 32  # columns; a batch of decompositions up to this size is one kernel
 SPARE = 8  # columns at least beyond those wanted
 DEGREES = (2, 4, 16)  # of the polynomial at most, cycle by cycle: the first Ritz values are far below the eigenvalues
 CYCLES = (4, 9)  # from the first number on it is asked whether all have settled
-WARM_CYCLES = 2  # the same from a block near the wanted ones, unless fewer were enough the last time
+WARM_CYCLES = 2  # from a block near the wanted ones: after one, a new direction among near-equal ones may be missing
 FRESH = 4  # columns that are drawn anyway: an old block may know nothing of a new direction
 GROWTH = 1e13  # of one column against another in a cycle: more would leave the largest in all of them
 LOCKED = 1e-10  # residual, relative to its Ritz value, of a column that is taken out of the growth
@@ -67,37 +67,19 @@ def begin_leading(
     if start is not None:
         columns[:, :, :-FRESH] = start[:, :, :-FRESH]
     degrees, (least, most) = (DEGREES, CYCLES) if start is None else (DEGREES[2:], (WARM_CYCLES, CYCLES[1]))
-    shape = many, width, rank
-    least = least if start is None else _NEEDED.get(shape, least)
-    states = [_State.of(_Ritz.of(matrices, columns), rank)]
-
-    def go_on() -> None:
-        degree = degrees[min(len(states) - 1, len(degrees) - 1)]
-        states.append(states[-1].after(matrices, degree, rank))
-
-    for _ in range(least):
-        go_on()
+    state = _State.of(_Ritz.of(matrices, columns), rank)
+    for cycle in range(least):
+        state = state.after(matrices, degrees[min(cycle, len(degrees) - 1)], rank)
 
     def finish() -> Leading:
-        found = list[list[bool]]()  # by cycle: whether all have settled, and whether those that have not broke down
-        while True:
-            new = states[len(found) + 1 :]
-            flags = [torch.stack([one.settled.all(), (one.settled | ~one.ritz.sound).all()]) for one in new]
-            found += torch.stack(flags).tolist()
-            # What breaks down in the first cycle from an old block may be sound in the next.
-            if found[-1][0] or (found[-1][1] and len(found) >= WARM_CYCLES) or len(found) == most:
+        last = state
+        for cycle in range(least, most):
+            if bool((last.settled | ~last.ritz.sound).all()):
                 break
-            go_on()
-        if start is not None:
-            _NEEDED[shape] = 1 if found[0][0] else WARM_CYCLES
-        last = states[-1]
+            last = last.after(matrices, degrees[min(cycle, len(degrees) - 1)], rank)
         return Leading(last.ritz.values, last.ritz.columns, last.settled)
 
     return finish
-
-
-_NEEDED: dict[tuple[int, int, int], int] = {}
-"""Cycles after which all had settled the last time, by number, width and rank of the matrices."""
 
 
 @functools.lru_cache(maxsize=8)

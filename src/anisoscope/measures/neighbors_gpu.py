@@ -82,10 +82,9 @@ def nearest_by_tiles(rows: Float[Tensor, "n d"], k: int) -> Neighbors:
 
 
 def mended(
-    rows: Float[Tensor, "s n d"], k: int, found: Sequence[Found], left_out: Bool[Tensor, "s n"] | None = None,
-    *, most: int = MENDED,
-) -> list[Found]:  # fmt: skip
-    """Rows of each site that are not certain, at most ``most`` of them, searched again in float64, all sites at once.
+    rows: Float[Tensor, "s n d"], k: int, found: Sequence[Found], left_out: Bool[Tensor, "s n"] | None = None
+) -> list[Found]:
+    """Rows of each site that are not certain, at most MENDED of them, searched again in float64, all sites at once.
 
     For rows of ordinary size; asks nothing of the device, not even whether there are such rows. Rows that are
     ``left_out`` are nobody's neighbours, and nothing is to be mended of them.
@@ -95,7 +94,7 @@ def mended(
         torch.stack([getattr(one, name) for one in found]) for name in ("distances", "indices", "settled")
     )
     settled = settled if left_out is None else settled | left_out
-    doubtful = settled.byte().sort(dim=1, stable=True).indices[:, :most]
+    doubtful = settled.byte().sort(dim=1, stable=True).indices[:, :MENDED]
     wide = rows.to(torch.float64, copy=True)
     wide -= wide.mean(dim=1, keepdim=True)
     allowance = 4 * (width + 16) * torch.finfo(torch.float64).eps / 2

@@ -6,7 +6,7 @@ Copies are not taken out, which would need their number: they are marked, are no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from anisoscope.measures.dimension import FACCO_KEPT
 from anisoscope.measures.found import Found
 from anisoscope.measures.later import beside, fetched, side_stream
 from anisoscope.measures.neighbors_fused import LEAST_ROWS, can_fuse, search_fused
-from anisoscope.measures.neighbors_gpu import MENDED, mended, settle
+from anisoscope.measures.neighbors_gpu import mended, settle
 from anisoscope.measures.stacked_neighbors import (
     WIDE_CELLS,
     begin_two_nn,
@@ -30,18 +30,6 @@ from anisoscope.measures.stacked_neighbors import (
 )
 from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES
 
-ROOM = (0, MENDED, 1024)
-"""Rows of a site that may be searched again before anybody knows how many there are to be."""
-
-_DOUBTFUL: dict[tuple[tuple[int, ...], torch.device], int] = {}
-"""How many rows of a site were not certain the last time, by shape. Looks resemble one another: where there were none,
-none are searched again unasked, and where there were many, many are. Distances are the same either way."""
-
-
-def _room(rows: Float[Tensor, "s n d"]) -> int:
-    before = _DOUBTFUL.get((tuple(rows.shape), rows.device), MENDED)
-    return next((room for room in ROOM if before <= room), MENDED)  # more are better searched site by site
-
 
 def begin(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | None]]:
     """Begin TwoNN of each site, by kernels where they serve; see ``begin_two_nn``."""
@@ -50,13 +38,11 @@ def begin(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | None]]:
     stream = side_stream("neighbours", rows)
     with beside(stream):
         step = max(1, WIDE_CELLS // rows[0].numel())  # sites whose rows are held as float64 at a time
-        room = _room(rows)
-        parts = [_Searched.of(some.contiguous(), room) for some in rows.split(step)]
+        parts = [_Searched.of(some.contiguous()) for some in rows.split(step)]
 
     def finish() -> list[Estimate | None]:
         with beside(stream):
             here = fetched({name: torch.cat([one.table[name] for one in parts]) for name in parts[0].table})
-            _DOUBTFUL[tuple(rows.shape), rows.device] = int(here.pop("doubtful").max())
             each = [(one, place) for one in parts for place in range(len(one.rows))]
             for site, (one, place) in enumerate(each):
                 one.make_certain(place, {name: value[site : site + 1] for name, value in here.items()})
@@ -75,16 +61,9 @@ class _Searched:
     table: dict[str, Tensor]
 
     @classmethod
-    def of(cls, rows: Float[Tensor, "s n d"], room: int = MENDED) -> _Searched:
+    def of(cls, rows: Float[Tensor, "s n d"]) -> _Searched:
         copy, clash = row_kernels.copies(rows, copy_weights(rows.shape[2], str(rows.device)))
-        found = search_fused(rows, 2, 1.0, left_out=copy)
-        settled = torch.stack([one.settled for one in found]) | copy
-        doubtful = (~settled).sum(dim=1)
-        if room:
-            found = mended(rows, 2, found, copy, most=room)
-            settled = torch.stack([one.settled for one in found])
-        else:
-            found = [replace(one, settled=flags) for one, flags in zip(found, settled, strict=True)]
+        found = mended(rows, 2, search_fused(rows, 2, 1.0, left_out=copy), copy)
         near, far = torch.stack([one.distances for one in found]).unbind(dim=2)
         kept = (~copy).sum(dim=1)
         ratios = (far / near).log().masked_fill_(copy, torch.inf).sort(dim=1).values
@@ -93,8 +72,7 @@ class _Searched:
             "clash": clash,
             "sums": _slope_sums(ratios, kept),
             "least": near.masked_fill(copy, torch.inf).amin(dim=1),
-            "doubtful": doubtful,
-            "unsettled": (~settled).sum(dim=1),
+            "unsettled": torch.stack([(~one.settled).sum() for one in found]),
             "bars": _subsamples(rows, copy, kept),
         }
         return cls(rows, copy, found, table)

@@ -230,12 +230,17 @@ def _begin(analysis: Analysis, views: Sequence[SiteView]) -> Callable[[], OfAll]
         try:
             return dict(act())
         except Exception as error:  # no site has anything then
-            return {view.site: error for view in views}
+            return _at_each(views, error)
 
     try:
         return partial(attempt, partial(at_once, views) if begin is None else begin(views))
     except Exception as error:
-        return partial(dict, {view.site: error for view in views})
+        return partial(_at_each, views, error)
+
+
+def _at_each(views: Sequence[SiteView], error: Exception) -> OfAll:
+    """An error told at every site, without the frames that would keep the rows of all of them."""
+    return {view.site: error.with_traceback(None) for view in views}
 
 
 def _loss(look: Look) -> Estimate:

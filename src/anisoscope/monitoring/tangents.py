@@ -257,7 +257,7 @@ class TangentAnalysis:
             here.g, here.halves, here.bases, bins=bins, labels=labels, draws=self.draws, seed=self.seed
         )
         scatters = [Moments.of(in_range(here.view.x[rows], "activations")) for rows in here.halves.rows]
-        covariances: list[Tensor] = []  # of both halves: every proxy meets the same
+        halves: list[tuple[Tensor, Tensor]] = []
         for kind, tests in found.items():
             yield from self._told_tests(here, kind, tests)
             whole = tests[""]
@@ -268,7 +268,9 @@ class TangentAnalysis:
             variance = replace(mean_of_halves(*shares), notes=(*shares[0].notes, self._note(here)))
             yield f"{kind}.variance_share", variance
             yield f"{kind}.activation.enrichment", enrichment_of(whole.share, variance)
-            yield from self._anisotropy(here, kind, covariances)
+            # Once, since every proxy meets the same; and here, so that what cannot be told loses nothing of the above.
+            halves = halves or [(g := here.g[rows], unit_covariance(g)) for rows in here.halves.rows]
+            yield from self._anisotropy(here, kind, halves)
 
     def _told_tests(
         self, here: Here, kind: str, tests: Mapping[str, CrossedTest | str]
@@ -287,14 +289,15 @@ class TangentAnalysis:
         assert isinstance(whole, CrossedTest)
         yield f"{name}.p", Estimate(value=whole.p, stderr=None, n=whole.share.n, method=P_VALUE, notes=(note,))
 
-    def _anisotropy(self, here: Here, kind: str, covariances: list[Tensor]) -> Iterator[tuple[Name, Result]]:
-        each, gradients = [], [here.g[rows] for rows in here.halves.rows]
-        covariances += [] if covariances else [unit_covariance(g) for g in gradients]
-        for half in (0, 1):
+    def _anisotropy(
+        self, here: Here, kind: str, halves: Sequence[tuple[Tensor, Tensor]]
+    ) -> Iterator[tuple[Name, Result]]:
+        """From the gradients of each half and their covariance, which is the same for all proxies."""
+        each = []
+        for half, (gradients, covariance) in enumerate(halves):
             basis = here.bases[kind][1 - half]
             controls = control_bases(basis, "normal", self.draws, seed=2 * self.seed + 1 - half)
-            share = anisotropy_share(gradients[half], basis, controls, spectral=here.last, covariance=covariances[half])
-            each.append(share)
+            each.append(anisotropy_share(gradients, basis, controls, spectral=here.last, covariance=covariance))
         yield f"{kind}.activation.isoscore_share", mean_of_halves(each[0].isoscore_star, each[1].isoscore_star)
         one, two = each[0].spectral_ratio, each[1].spectral_ratio
         if one is not None and two is not None:

@@ -102,8 +102,18 @@ def _nothing() -> Told:
 
 def _begin(asked: Asked, views: Sequence[SiteView], ready: Prepared, *, first: bool) -> Callable[[], Told]:
     """Of sites that all have a proxy from an earlier look, or all have none (``first``)."""
-    if not views:
-        return _nothing
+    while views:
+        begun = _attempt(asked, views, ready, first=first)
+        if callable(begun):
+            return begun
+        views = begun  # without those that are not ordinary; all else of the attempt is gone
+    return _nothing
+
+
+def _attempt(
+    asked: Asked, views: Sequence[SiteView], ready: Prepared, *, first: bool
+) -> Callable[[], Told] | Sequence[SiteView]:
+    """The same if all of these are of ordinary size; those that are, if not all."""
     x, g = (torch.stack([getattr(view, name) for view in views]) for name in ("x", "g"))
     asked_for = _begin_scales(x, g)
     rank, (sites, _, width) = asked.rank, x.shape
@@ -113,8 +123,7 @@ def _begin(asked: Asked, views: Sequence[SiteView], ready: Prepared, *, first: b
     summed = _begin_types(x, types)
     scales = asked_for()
     if None in scales:
-        rest = [view for view, scale in zip(views, scales, strict=True) if scale is not None]
-        return _begin(asked, rest, ready, first=first)
+        return [view for view, scale in zip(views, scales, strict=True) if scale is not None]
     factors = [scale for scale in scales if scale is not None]
     if any(scale != 1 for scale in factors):
         g *= sent(factors, g)[:, None, None]  # shares do not see the factor
@@ -182,7 +191,10 @@ def _begin_pca(asked: Asked, views: Sequence[SiteView], centred: Centred) -> Cal
     ready = len(held) == len(views) and all(
         one.shape[:2] == shape and one.device == centred.mean.device for one in held
     )
-    later = leading_later(centred.scatter, asked.rank, torch.cat(held) if ready else None)
+    # What is not finite would end all decompositions. Nobody has asked yet whether it is; such a site is left out.
+    finite, eye = torch.isfinite(centred.total)[:, None, None], torch.eye(shape[1], device=centred.mean.device)
+    scatter = torch.where(finite, centred.scatter, eye.double())
+    later = leading_later(scatter, asked.rank, torch.cat(held) if ready else None)
 
     def finish() -> dict[str, Fits]:
         found = later()

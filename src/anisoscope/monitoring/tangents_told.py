@@ -100,7 +100,7 @@ def _proxies(
 
 
 def _tell_facts(
-    told: Sequence[dict[Name, Result]], asked: Asked, here: Here, fits: Mapping[str, Fits],
+    results: Sequence[dict[Name, Result]], asked: Asked, here: Here, fits: Mapping[str, Fits],
     found: Mapping[str, np.ndarray], sites: Sequence[int],
 ) -> None:  # fmt: skip
     """``TangentAnalysis._facts`` of these sites."""
@@ -119,12 +119,12 @@ def _tell_facts(
             columns.append(("drift", angles[:, 1:], DRIFT))
         for what, values, method in columns:
             name, numbers = f"{kind}.{what}", values.tolist()
-            for one, site in zip(told, sites, strict=True):
+            for one, site in zip(results, sites, strict=True):
                 one[name] = plain(numbers[site], n, method)
 
 
 def _tell_energy(
-    told: Sequence[dict[Name, Result]], asked: Asked, here: Here,
+    results: Sequence[dict[Name, Result]], asked: Asked, here: Here,
     tests: Sequence[Sequence[Mapping[str, CrossedTest | str]]], shares: Sequence[Sequence[Estimate]],
     found: Mapping[str, np.ndarray], sites: Sequence[int],
 ) -> None:  # fmt: skip
@@ -141,7 +141,7 @@ def _tell_energy(
             label: [(f"{name}.{what}", label or "all") for what in ("share", "control", "ratio")]
             for label in tests[0][at]
         }
-        for one, site, own, share in zip(told, sites, tests, shares, strict=True):
+        for one, site, own, share in zip(results, sites, tests, shares, strict=True):
             for label, test in own[at].items():
                 if isinstance(test, CrossedTest):
                     first, second, third = keys[label]
@@ -160,18 +160,18 @@ def _of_types(
 ) -> list[dict[Name, Result]]:
     """``TangentAnalysis._by_type`` of these sites."""
     own, overall = ([(name, where) for where in layout.labels] for name in ("own_distance", "global_distance"))
-    told: list[dict[Name, Result]] = []
+    results: list[dict[Name, Result]] = []
     sums, drawn = found["sums"], found["drawn"]
     if len(sites) < sums.shape[1]:
         sums, drawn = sums[:, sites], drawn[:, :, sites]
     for bins in distance_estimates(sums, types):
         pairs = [pair for keys in zip(zip(own, overall, strict=True), bins, strict=True) for pair in zip(*keys)]
-        told.append({key: one for key, one in pairs if one is not None})
+        results.append({key: one for key, one in pairs if one is not None})
     correlations = correlation_estimates(drawn, types)
     for centroid, kinds in zip(("own", "global"), correlations, strict=True):
         for kind, column in zip(("pearson", "spearman"), kinds, strict=True):
             name = f"frequency.{centroid}_{kind}"
-            for one, value in zip(told, column, strict=True):
+            for one, value in zip(results, column, strict=True):
                 if value is not None:
                     one[name] = value
-    return told
+    return results

@@ -141,8 +141,7 @@ def spectral_ratios_without(
     trace = covariance.trace() - image
     if covariance.shape[0] <= EXACT_WIDTH:
         # In place where it can be: one such stack is larger than a cache.
-        off = bases @ (bases.transpose(1, 2) @ covariance)
-        torch.sub(covariance, off, out=off)
+        off = (bases @ (bases.transpose(1, 2) @ covariance)).neg_().add_(covariance)
         off.sub_((off @ bases) @ bases.transpose(1, 2))
         return torch.linalg.eigvalsh((off + off.transpose(1, 2)).div_(2))[:, -1] / trace, ()
     value, residual = _lanczos(covariance, bases)

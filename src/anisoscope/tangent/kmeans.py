@@ -9,10 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.errors import OptionError, TooFewRowsError
+from anisoscope.measures.later import no_room
+from anisoscope.stats.precision import full_precision
 
 SAMPLE_ROWS = 65_536  # centres are fitted on so many rows drawn at random: more would move them by little
 BLOCK_ROWS, GPU_BLOCK_ROWS = 8192, 1 << 17
-TABLE_ROWS = 8192  # whose distances from each other are held at once on a GPU
+TABLE_ROWS, TABLE_PART = 8192, 1024  # whose distances from each other are held at once on a GPU, and are made ready
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def _seeds(rows: Tensor, size: Tensor, cells: int, generator: torch.Generator) -
     draws = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for _ in range(cells)]).to(rows.device)
     picks, totals = [first], [torch.ones_like(draws[:1])]
     # On a GPU launches are dear and products are not: all distances at once, and one row of them in each step.
-    table = _gaps(rows, size) if rows.device.type != "cpu" and len(rows) <= TABLE_ROWS else None
+    table = _table(rows, size) if rows.device.type != "cpu" and len(rows) <= TABLE_ROWS else None
     gap = _gap(rows, size, first) if table is None else table[first][0]
     for draw in draws[: cells - 1, None]:  # nothing here asks a device for a number
         reach = gap.cumsum(0, dtype=torch.float64)
@@ -88,11 +90,24 @@ def _seeds(rows: Tensor, size: Tensor, cells: int, generator: torch.Generator) -
     return rows[torch.where(torch.cat(totals) > 0, torch.cat(picks), first)].clone()
 
 
+def _table(rows: Tensor, size: Tensor) -> Tensor | None:
+    """``_gaps``, or None where there is no room for them."""
+    try:
+        return _gaps(rows, size)
+    except Exception as error:
+        if not no_room(error):
+            raise
+        return None
+
+
 def _gaps(rows: Tensor, size: Tensor) -> Tensor:
     """``_gap`` of all pairs."""
-    both = size[:, None] + size
-    gap = torch.addmm(both, rows, rows.T, alpha=-2)
-    return torch.where(gap > 16 * torch.finfo(rows.dtype).eps * both, gap, 0.0)
+    with full_precision(rows.device):  # or a row would be at some distance from itself
+        gaps = torch.addmm(size, rows, rows.T, alpha=-2)
+    for gap, own in zip(gaps.split(TABLE_PART), size.split(TABLE_PART), strict=True):
+        gap += own[:, None]
+        gap.masked_fill_(gap <= 16 * torch.finfo(rows.dtype).eps * (own[:, None] + size), 0.0)
+    return gaps
 
 
 def _gap(rows: Tensor, size: Tensor, pick: Tensor) -> Tensor:
