@@ -1,7 +1,8 @@
 """Speed on a GPU beside the alternatives and the limit of the machine, in one run: `make bench-gpu`.
 
 Each line is the least of a few repeats after a warm-up, with the device waited for. Exactness is checked in the same
-run. Parts can be chosen: python benchmarks/bench_gpu.py neighbours spectrum seminmf look overhead [--write FILE]
+run. Parts can be chosen:
+python benchmarks/bench_gpu.py neighbours spectrum matrices products seminmf look overhead [--write FILE]
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 import anisoscope as an
 from anisoscope.measures import tridiagonal
+from anisoscope.stats.moments import cell_grams
 
 DEVICE = "cuda"
 WIDTH = 768
@@ -263,8 +265,25 @@ def seminmf() -> list[Table]:
     return [table]
 
 
+def products(sites: int = 25, n: int = 8192, width: int = 2048) -> list[Table]:
+    """``y^T y`` of wide rows by one launch and in float64, as a look at frequency bins wants them and as a whole."""
+    table = Table(
+        f"Products of wide rows, {sites} sites of {n:,} rows, D = {width:,}",
+        ("cells", "float64", "one launch", "ratio", "error, of the lengths of columns"),
+    )
+    rows = draw(sites, n, width)
+    for ends in ([n * cell // 8 for cell in range(1, 9)], [n]):
+        right, found = (cell_grams(some, ends)[:1] for some in (rows[:1].double(), rows[:1]))
+        size = right.diagonal(dim1=2, dim2=3).sqrt()
+        error = float(((found - right).abs() / (size[..., None] * size[..., None, :])).max())
+        exact, ours = (clock(lambda some=some, ends=ends: cell_grams(some, ends)) for some in (rows.double(), rows))
+        table.add(f"{len(ends)}", seconds(exact), seconds(ours), f"{exact / ours:.1f}x", f"{error:.1e}")
+    return [table]
+
+
 PARTS: dict[str, Callable[[], list[Table]]] = {
-    "neighbours": neighbours, "spectrum": spectrum, "matrices": matrices, "seminmf": seminmf
+    "neighbours": neighbours, "spectrum": spectrum, "matrices": matrices, "products": products,
+    "seminmf": seminmf,
 }  # fmt: skip
 
 

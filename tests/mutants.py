@@ -349,7 +349,7 @@ MUTANTS = [
     ),
     Mutant("tangent/descending.py", "(second @ fresh - 2 * pull)", "(second @ fresh - pull)", (KERNELS,)),
     Mutant("tangent/stacked.py", "b @ right - a @ along", "b @ right - a @ right", (STACKED,)),
-    Mutant("stats/moments.py", "        out[:, at:, at : at + strip] = part.mT", "        pass", (GRAMS,)),
+    Mutant("stats/moments.py", "        out[..., at:, at : at + strip] = part.mT", "        pass", (GRAMS,)),
 ]
 
 

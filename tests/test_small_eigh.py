@@ -1,7 +1,5 @@
 """Small eigenproblems: the kernel, run by Triton's interpreter, against what eigenpairs are and the plain library."""
 
-import importlib.util
-
 import pytest
 import torch
 from test_kernels import run
@@ -11,8 +9,6 @@ from anisoscope.measures import small_eigh
 
 @pytest.fixture(scope="module")
 def cases():
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs Triton")
     return run(script="jacobi_cases.py")
 
 

@@ -1,7 +1,5 @@
 """The kernel of controls, run by Triton's interpreter, says what plain products say."""
 
-import importlib.util
-
 import pytest
 import torch
 from test_kernels import run
@@ -12,8 +10,6 @@ from anisoscope.tangent.stacked_controls import Moments, of_controls
 
 @pytest.fixture(scope="module")
 def cases():
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs Triton")
     return run(script="control_kernel_cases.py")
 
 

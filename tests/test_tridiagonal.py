@@ -1,7 +1,5 @@
 """Tridiagonal forms of many matrices: kernels in Triton's interpreter, the plain way, and what is built on both."""
 
-import importlib.util
-
 import pytest
 import torch
 from test_kernels import run
@@ -13,8 +11,6 @@ from anisoscope.measures.tridiagonal import eigenvalues, fits, floor, leading_ve
 @pytest.fixture(scope="module")
 def kernels():
     """What the kernels gave, all cases in one process: most of its time is the interpreter's."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs Triton")
     return run(script="tridiagonal_cases.py")
 
 

@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -53,3 +53,10 @@ def on_its_device(launch: Callable[Given, Result]) -> Callable[Given, Result]:
             return launch(*args, **kwargs)
 
     return launched
+
+
+def sent(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers on the device of another tensor, and in its type unless one is given. A plain copy would wait for all
+    that is under way there."""
+    found = torch.tensor(values, dtype=dtype or like.dtype, pin_memory=like.device.type == "cuda")
+    return found.to(like.device, non_blocking=True)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -209,9 +209,3 @@ def fetched_later(found: Mapping[str, Tensor]) -> Callable[[], dict[str, np.ndar
         return out
 
     return finish
-
-
-def sent(values: Sequence[float], like: Tensor) -> Tensor:
-    """Numbers on the device and in the type of another tensor. A plain copy would wait for all that is under way."""
-    found = torch.tensor(values, dtype=like.dtype, pin_memory=like.device.type == "cuda")
-    return found.to(like.device, non_blocking=True)

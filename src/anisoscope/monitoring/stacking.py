@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
+from anisoscope.kernels import sent
 from anisoscope.measures.base import with_notes
-from anisoscope.measures.later import fetched_later, no_room, sent
+from anisoscope.measures.later import fetched_later, no_room
 from anisoscope.measures.stacked import STACKED, Finish, begin
 from anisoscope.monitoring.views import SiteView
 

@@ -17,7 +17,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError
-from anisoscope.measures.later import beside, fetched_later, leading_later, rejoined, sent, side_stream
+from anisoscope.kernels import sent
+from anisoscope.measures.later import beside, fetched_later, leading_later, rejoined, side_stream
 from anisoscope.measures.leading import BLOCK
 from anisoscope.monitoring.stacking import with_room
 from anisoscope.monitoring.tangent_parts import Asked, labels_of

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.errors import ShapeError
-from anisoscope.kernels import kernels_of, kernels_run, on_its_device
+from anisoscope.kernels import kernels_of, kernels_run, on_its_device, sent
 from anisoscope.rows import largest_size, power_of_two_scale
 from anisoscope.stats.precision import full_precision, has_tensor_cores, on_tensor_cores, two_parts
 
@@ -205,17 +205,18 @@ def scratch(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = No
     return torch.from_numpy(np.empty(shape, dtype=kinds[wanted]))
 
 
-def gram(y_ND: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
-    """``y^T y`` in the precision of ``y``, in strips from the diagonal on: the lower half is a copy of the upper."""
-    width = y_ND.shape[1]
-    if width < 4 * STRIP_COLUMNS:
-        return y_ND.T @ y_ND
+def gram(y_ND: Float[Tensor, "*s n d"], *, least: int = 4 * STRIP_COLUMNS) -> Float[Tensor, "*s d d"]:
+    """``y^T y`` in the precision of ``y``; from a width of ``least`` on in strips from the diagonal on, so that the
+    lower half is a copy of the upper."""
+    width = y_ND.shape[-1]
+    if width < least:
+        return y_ND.mT @ y_ND
     strip = -(-width // 4)
-    out = y_ND.new_empty((width, width))
+    out = y_ND.new_empty((*y_ND.shape[:-2], width, width))
     for at in range(0, width, strip):
-        part = y_ND[:, at : at + strip].T @ y_ND[:, at:]
-        out[at : at + strip, at:] = part
-        out[at:, at : at + strip] = part.T
+        part = y_ND[..., at : at + strip].mT @ y_ND[..., at:]
+        out[..., at : at + strip, at:] = part
+        out[..., at:, at : at + strip] = part.mT
     return out
 
 
@@ -269,16 +270,7 @@ def grams(rows: Float[Tensor, "s n d"], *, exact: bool = False) -> Float[Tensor,
     """``y^T y`` of the rows of each site, float64; wide rows on tensor cores as float32 in parts, unless ``exact``."""
     if not exact and in_parts(rows.shape[2], rows.device):
         return cell_grams(rows.float(), (rows.shape[1],))[:, 0]
-    wide, width = rows.double(), rows.shape[2]
-    strip = width if width < PARTED_WIDTH else -(-width // 4)
-    if strip == width:
-        return wide.mT @ wide
-    out = wide.new_empty(len(rows), width, width)
-    for at in range(0, width, strip):  # as ``gram``
-        part = wide[:, :, at : at + strip].mT @ wide[:, :, at:]
-        out[:, at : at + strip, at:] = part
-        out[:, at:, at : at + strip] = part.mT
-    return out
+    return gram(rows.double(), least=PARTED_WIDTH)  # strips are more launches, and pay where products are large
 
 
 def cell_grams(
@@ -322,10 +314,9 @@ def _launched(rows: Float[Tensor, "s n d"], bounds: Sequence[int], out: Float[Te
     tiles = -(-width // cut.columns)
     if out.numel() == 0:
         return
-    # A plain copy would wait for all that is under way.
-    there = torch.tensor(bounds, pin_memory=rows.is_cuda).to(rows.device, non_blocking=True)
     kernels.cell_grams[(sites * cells * (tiles * (tiles + 1) // 2),)](
-        rows, there, out, width, tiles, cells, rows.stride(0), rows.stride(1), out.stride(0), out.stride(1),
+        rows, sent(bounds, rows, torch.int64), out, width, tiles, cells,
+        rows.stride(0), rows.stride(1), out.stride(0), out.stride(1),
         B=cut.columns, K=cut.rows, W=cut.window, PARTS=cut.parts, PART=kernels.PART,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip

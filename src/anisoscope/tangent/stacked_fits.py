@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anisoscope.measures.later import sent
+from anisoscope.kernels import sent
 from anisoscope.measures.leading import orthonormal_columns
 from anisoscope.stats.moments import cell_grams, in_parts
 from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
