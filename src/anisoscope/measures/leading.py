@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.kernels import kernels_of, kernels_run, on_its_device
+from anisoscope.measures.graphs import Graphed
 from anisoscope.measures.small_eigh import small_eigh
 
 BLOCK = 32  # columns; a batch of decompositions up to this size is one kernel
@@ -66,20 +67,34 @@ def begin_leading(
     columns = _drawn(width, seed, matrices.dtype, matrices.device).repeat(many, 1, 1)
     if start is not None:
         columns[:, :, :-FRESH] = start[:, :, :-FRESH]
-    degrees, (least, most) = (DEGREES, CYCLES) if start is None else (DEGREES[2:], (WARM_CYCLES, CYCLES[1]))
-    state = _State.of(_Ritz.of(matrices, columns), rank)
-    for cycle in range(least):
-        state = state.after(matrices, degrees[min(cycle, len(degrees) - 1)], rank)
+    first, (least, most) = (DEGREES, CYCLES) if start is None else (DEGREES[2:], (WARM_CYCLES, CYCLES[1]))
+    degrees = (*first, *first[-1:] * (most - len(first)))
+    found = _CYCLES(matrices, columns, rank=rank, degrees=degrees[:least])
+    state = _State(_Ritz(*found[:4]), *found[4:])
 
     def finish() -> Leading:
         last = state
         for cycle in range(least, most):
             if bool((last.settled | ~last.ritz.sound).all()):
                 break
-            last = last.after(matrices, degrees[min(cycle, len(degrees) - 1)], rank)
+            last = last.after(matrices, degrees[cycle], rank)
         return Leading(last.ritz.values, last.ritz.columns, last.settled)
 
     return finish
+
+
+def _cycles(
+    matrices: Float[Tensor, "m d d"], columns: Float[Tensor, "m d b"], *, rank: int, degrees: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    """The parts of a state and of its Ritz values after cycles of these degrees."""
+    state = _State.of(_Ritz.of(matrices, columns), rank)
+    for degree in degrees:
+        state = state.after(matrices, degree, rank)
+    ritz = state.ritz
+    return ritz.values, ritz.columns, ritz.residuals, ritz.sound, state.captured, state.settled
+
+
+_CYCLES = Graphed(_cycles)  # hundreds of small steps, the same ones at every look
 
 
 @functools.lru_cache(maxsize=8)
@@ -141,7 +156,8 @@ class _Ritz:
         top = torch.where(locked, edge, self.values).amax(dim=1, keepdim=True)
         degree = (math.log(2 * GROWTH) / torch.acosh((2 * top / edge - 1).clamp_min(1 + 1e-9)))[:, :, None]
         half = (edge / 2)[:, :, None]
-        shifted = (matrices - (self.columns * weights.mT) @ self.columns.mT) / half
+        found = (self.columns * weights.mT) @ self.columns.mT
+        shifted = torch.sub(matrices, found, out=found).div_(half)  # in one place, the largest that there is here
         shifted.diagonal(dim1=1, dim2=2).sub_(1)
         before, now = self.columns, shifted @ self.columns
         for going in (degree >= torch.arange(2, most + 1, device=degree.device)).unbind(dim=2):
