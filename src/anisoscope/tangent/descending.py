@@ -22,6 +22,7 @@ from torch import Tensor
 from anisoscope.tangent.descent import (
     Scratch,
     against,
+    all_positive,
     least_squares,
     nearly_one,
     part_rows,
@@ -230,7 +231,7 @@ class _Work:
         concepts, dtype, ahead = state.concepts, self.a_ND.dtype, state.ahead
         small, gram = concepts.to(dtype), concepts @ concepts.T
         step = _Step(
-            self.rows, state.codes, state.last if ahead else None, small, gram, self.sweeps, ahead, self.part,
+            self.rows, state.codes, state.last if ahead else None, concepts, small, gram, self.sweeps, ahead, self.part,
             self.scratch,
         )  # fmt: skip
         found: list[_Swept] = self.each(step)
@@ -245,8 +246,8 @@ class _Work:
             sums = reduce(add, self.each(_Followed(self.rows, z, self.part)))
             fresh, error = sums.concepts(concepts, self.size, dtype)
         after = _State(fresh, z, last if self.momentum else None, pace, state.reseeds)
-        dead = sums.second.diagonal() <= 0
-        if bool(dead.any()) and state.reseeds < RESEEDS and not final:
+        energy = sums.second.diagonal()
+        if state.reseeds < RESEEDS and not final and not all_positive(energy) and bool((dead := energy <= 0).any()):
             after = replace(after, reseeds=state.reseeds + 1)
             renewed = reseeded(self.a_ND, fresh, torch.cat(z, dim=1), dead)
             if renewed is not None:
@@ -311,11 +312,15 @@ def _in_windows(work: _Work, state: _State, most: int) -> Iterator[_Done]:
 
 @dataclass(frozen=True)
 class _Step:
-    """The half step of the codes, and the sums that the concepts follow from, for one part of the rows."""
+    """The half step of the codes, and the sums that the concepts follow from, for one part of the rows.
+
+    ``exact`` are the concepts in float64.
+    """
 
     rows: Parts
     codes: Parts
     last: Parts | None
+    exact: Tensor
     concepts: Tensor
     gram: Tensor
     sweeps: int
@@ -331,11 +336,14 @@ class _Step:
         sums, lost = list[_Sums](), 0.0
         for some, aims, codes, going_on in _cut(self.part, rows, cross, new, new if beyond is None else beyond):
             sums.append(_Sums.of(going_on, some))
-            fit = float((aims * codes).sum(dtype=torch.float64))
+            if beyond is not None:
+                fit = float((aims * codes).sum(dtype=torch.float64))
+                lost += float((second_moment(codes) * self.gram).sum()) - 2 * fit
+        total = reduce(add, sums)
+        if beyond is None:
             # Not through a product with codes in their own type: concepts that nearly cancel would drown in rounding.
-            second = sums[-1].second if beyond is None else second_moment(codes)
-            lost += float((second * self.gram).sum()) - 2 * fit
-        return _Swept(new, lost, beyond, reduce(add, sums))
+            lost = float((total.second * self.gram).sum()) - 2 * float((total.pull * self.exact).sum())
+        return _Swept(new, lost, beyond, total)
 
 
 @dataclass(frozen=True)

@@ -105,11 +105,11 @@ def _sweep_until(
     codes: Tensor, cross: Tensor, gram: Tensor, sweeps: int, settled: float, scratch: Scratch | None = None
 ) -> Tensor:
     own = gram.diagonal()
-    usable = own > 0
-    own = torch.where(usable, own, 1.0)[:, None]
+    flags = None if all_positive(own) else (own > 0).to(codes.dtype)[:, None]
+    own = (own if flags is None else _or_one(own)).unsqueeze(1)
     weights = (gram / own).fill_diagonal_(0)
-    flags = usable.to(codes.dtype)[:, None]
-    scale = flags / own.to(codes.dtype)
+    narrow = own.to(codes.dtype)
+    scale = narrow.reciprocal() if flags is None else flags / narrow
     scratch = scratch or Scratch()
     rank, n = codes.shape
     step = part_rows(n, rank, codes.device)
@@ -126,6 +126,16 @@ def _sweep_until(
                 break
         found.append(work.z.clone())
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+def all_positive(values: Float[Tensor, "k"]) -> bool:
+    """Whether a few numbers are all above zero, asked where that costs less than an operation on them."""
+    return values.is_cpu and all(one > 0 for one in values.tolist())
+
+
+def _or_one(values: Tensor) -> Tensor:
+    """A few numbers, with one in the place of those that are not above zero."""
+    return values if all_positive(values) else torch.where(values > 0, values, 1.0)
 
 
 _View: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -182,13 +192,16 @@ class _Sweeps:
             blocks.append(_Block(weights[own], inside, before, before[:, own], target[own], aims, each))
         return cls(z, target, weights, spare, (), blocks)
 
-    def begin(self, weights: Tensor, codes: Tensor, flags: Tensor, aims: Tensor, scale: Tensor) -> None:
-        """Take up codes and aims, each times its factor."""
+    def begin(self, weights: Tensor, codes: Tensor, flags: Tensor | None, aims: Tensor, scale: Tensor) -> None:
+        """Take up codes and aims, each times its factor; without ``flags`` all codes stay."""
         self.weights.copy_(weights)
         for block in self.blocks:
             block.before.copy_(block.rows)
             block.place.copy_(block.inside.triu(1))
-        torch.mul(codes, flags, out=self.z)
+        if flags is None:
+            self.z.copy_(codes)
+        else:
+            torch.mul(codes, flags, out=self.z)
         torch.mul(aims, scale, out=self.target)
 
     def sweep(self) -> None:
@@ -246,7 +259,7 @@ def second_moment(codes: Float[Tensor, "k n"]) -> Float[Tensor, "k k"]:
         full = torch.nn.functional.pad(codes, (0, short)) if short else codes
         wide = full.reshape(len(codes), parts, SPLIT_COLUMNS).transpose(0, 1).double()
         return (wide @ wide.mT).sum(dim=0)
-    wide = codes[:, :BLOCK_ROWS].double()
+    wide = (codes if codes.shape[1] <= BLOCK_ROWS else codes[:, :BLOCK_ROWS]).double()
     total = wide @ wide.T
     for at in range(BLOCK_ROWS, codes.shape[1], BLOCK_ROWS):
         wide = codes[:, at : at + BLOCK_ROWS].double()
@@ -274,14 +287,15 @@ def least_squares(
     Where codes of two concepts are the same up to rounding, the step leaves their difference as it was: it still
     lowers the error, and nothing grows without bound.
     """
-    size = second.diagonal().sqrt()
-    size = torch.where(size > 0, size, 1.0)
-    column = size[:, None]
-    values, vectors = torch.linalg.eigh(second / column / size)
-    keep = values > len(values) * torch.finfo(dtype).eps * values[-1]
+    size = _or_one(second.diagonal().sqrt())
+    column = size.unsqueeze(1)
+    values, vectors = torch.linalg.eigh((second / column).div_(size))
+    least = len(values) * torch.finfo(dtype).eps
+    if not (values.is_cpu and values[0].item() > least * values[-1].item()):
+        values = torch.where(values > least * values[-1], values, torch.inf)
     left = second @ before
     gap = vectors.T @ torch.sub(pull, left, out=left).div_(column)
-    return (vectors @ gap.div_(torch.where(keep, values, torch.inf)[:, None])).div_(column).add_(before)
+    return (vectors @ gap.div_(values.unsqueeze(1))).div_(column).add_(before)
 
 
 def reseeded(
