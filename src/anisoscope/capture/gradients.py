@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from anisoscope.capture.hooks import _arrange, record
 from anisoscope.capture.maps import LinearMap, find_maps
 from anisoscope.errors import SiteError
+from anisoscope.measures.later import fetched_later
 from anisoscope.models.sites import Site
 from anisoscope.text.batches import Batch
 
@@ -103,10 +104,11 @@ def gradient_pass(
     table = None if embedding is None else f"{embedding.module}.weight"
     if table is not None:
         weights[table] = model.get_parameter(table)
+    told = _begin_loss(value.detach())
     found, missing = _differentiate(value, wanted | weights, scale)
     gradients = {name: _arrange(grad, seen._slots[name]) for name, grad in found.items() if name in wanted}
     return Pass(
-        loss=float(value.detach()),
+        loss=told(),
         states={site.name: seen[site.name].detach() for site in sites},
         gradients={name: grad for name, grad in gradients.items() if not name.startswith(SIGNAL)},
         maps=tuple(
@@ -119,6 +121,14 @@ def gradient_pass(
         ),
         missing=missing,
     )
+
+
+def _begin_loss(value: Tensor) -> Callable[[], float]:
+    """Begin to fetch the loss from a GPU: asked for after the backward pass it would come after all of that."""
+    if value.device.type != "cuda":
+        return lambda: float(value)
+    later = fetched_later({"": value})
+    return lambda: float(later()[""].item())
 
 
 def _signal_site(one: LinearMap, sites: Sequence[Site]) -> Site:

@@ -8,10 +8,11 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.measures.leading import Leading, begin_leading, can_lead
@@ -185,6 +186,32 @@ def rejoined(stream: torch.cuda.Stream | None, device: torch.device, made: Itera
         here.wait_stream(stream)
         for one in made:
             one.record_stream(here)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Yes or no, on its way from the device."""
+
+    here: Bool[Tensor, ""]
+    done: torch.cuda.Event | None
+
+    def there(self) -> bool:
+        """Whether it has come; nobody waits."""
+        return self.done is None or self.done.query()
+
+    def get(self) -> bool:
+        """The answer, waited for."""
+        if self.done is not None:
+            self.done.synchronize()
+        return bool(self.here)
+
+
+def answered_later(question: Bool[Tensor, ""]) -> Answer:
+    """Begin to ask the device for a yes or no."""
+    if question.device.type != "cuda":
+        return Answer(question, None)
+    here = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(question, non_blocking=True)
+    return Answer(here, torch.cuda.current_stream(question.device).record_event())
 
 
 def fetched(found: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

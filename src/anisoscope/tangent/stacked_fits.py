@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.kernels import sent
+from anisoscope.measures.later import Answer, answered_later
 from anisoscope.measures.leading import orthonormal_columns
 from anisoscope.stats.moments import cell_grams, in_parts
 from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
@@ -21,7 +22,8 @@ from anisoscope.tangent.sweeps import account, has_kernels, inverses, swept_all
 from anisoscope.tangent.visits import HalfSteps, can_visit, warm_codes
 
 MAX_ITER, TOLERANCE, SWEEPS = 200, 1e-4, 4  # as ``fit_seminmf`` has them
-CHECK_EVERY = 8  # iterations between two questions to the device whether all fits have settled
+ASK_EVERY = 2  # iterations between two questions to the device whether all fits have settled
+CHECK_EVERY = 8  # iterations after which the answer is waited for
 WIDE_CELLS = 1 << 27  # half a gigabyte or so
 SPLIT_COLUMNS = 1024  # codes multiplied at a time: long thin products leave most of a GPU idle
 KMEANS_ROUNDS = 8
@@ -158,6 +160,29 @@ def kmeans_starts(centred: Centred, rank: int, seed: int) -> Float[Tensor, "f k 
     return centres.double()
 
 
+@dataclass
+class _Watch:
+    """Asks whether all fits have settled, hardly ever waiting: those that have are not changed by more iterations."""
+
+    asked: Answer | None = None
+
+    def settled(self, active: Bool[Tensor, "f"], iteration: int) -> bool:
+        """Whether they are known to have."""
+        wait = iteration % CHECK_EVERY == 0
+        if self.asked is not None and (wait or self.asked.there()) and not self._going():
+            return True
+        if not (wait or (self.asked is None and iteration % ASK_EVERY == 0)):
+            return False
+        self.asked = answered_later(active.any())
+        return (wait or self.asked.there()) and not self._going()
+
+    def _going(self) -> bool:
+        """What was asked last, waited for."""
+        asked, self.asked = self.asked, None
+        assert asked is not None
+        return asked.get()
+
+
 def _descend(
     a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -168,7 +193,7 @@ def _descend(
         concepts, codes = _descend_by_visits(a, concepts, size, (active, sound, before, iterations))
         return concepts, codes, iterations, ~active, sound
     codes = _warm_codes(a, concepts)
-    gram = concepts @ concepts.transpose(1, 2)
+    gram, watch = concepts @ concepts.transpose(1, 2), _Watch()
     for iteration in range(1, MAX_ITER + 1):
         cross = concepts.to(a.dtype) @ a.transpose(1, 2)
         new = swept_all(codes, cross, gram, SWEEPS)
@@ -184,7 +209,7 @@ def _descend(
         going = before - error > TOLERANCE * before
         before = torch.where(active, error, before)
         active = active & going & good
-        if iteration % CHECK_EVERY == 0 and not bool(active.any()):
+        if watch.settled(active, iteration):
             break
     return concepts, codes, iterations, ~active, sound
 
@@ -200,14 +225,14 @@ def _descend_by_visits(
     limit = 1 / (concepts.shape[1] * torch.finfo(a.dtype).eps)
     codes = warm_codes(a, concepts, WARM_SWEEPS, STREAM_SETTLED)
     steps = HalfSteps.of(a, concepts.shape[1])
-    gram = concepts @ concepts.mT
+    gram, watch = concepts @ concepts.mT, _Watch()
     for iteration in range(1, MAX_ITER + 1):
         second, pull = steps.take(codes, concepts, gram, active, SWEEPS)
         inverse, good = inverses(second, active, limit)
         concepts = torch.baddbmm(concepts, inverse, torch.baddbmm(pull, second, concepts, alpha=-1))
         gram = concepts @ concepts.mT
         account(pull, concepts, second, gram, size, before, active, sound, good, iterations, TOLERANCE)
-        if iteration % CHECK_EVERY == 0 and not bool(active.any()):
+        if watch.settled(active, iteration):
             break
     return concepts, codes
 
