@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from anisoscope.measures.later import answered_later
+from anisoscope.monitoring.tangents_told import told_by_type
 from anisoscope.tangent import stacked_fits
+from anisoscope.tangent.stacked import Layout
 from anisoscope.tangent.stacked_fits import Centred, kmeans_starts, seminmf_fits
+from anisoscope.tangent.stacked_types import Types, type_sums
+from anisoscope.tangent.units import Halves
+from anisoscope.text.frequency import TokenCounts, frequency_bins
 
 
 @dataclass
@@ -88,3 +93,28 @@ def test_an_answer_of_the_cpu_is_there_at_once():
         answer = answered_later(torch.tensor(value))
         assert answer.there()
         assert answer.get() is value
+
+
+def test_what_is_told_of_token_types_is_told_of_each_site_whatever_the_others_are():
+    generator = torch.Generator().manual_seed(0)
+    n, vocabulary = 800, 60
+    ids = (torch.rand(n, generator=generator) ** 3 * vocabulary).long()
+    counts = TokenCounts.of(ids, vocabulary)
+    bins = frequency_bins(counts, 4)
+    types = Types.of(ids, bins, counts, 19, 0, torch.device("cpu"))
+    labels = [str(at) for at in range(len(bins))]
+    layout = Layout.of(Halves.of(torch.arange(n) // 20, 0, torch.device("cpu")), bins.bin_of(ids), labels)
+    x = torch.randn(4, n, 12, generator=generator) + counts.counts[ids][:, None].log()
+
+    def told(x):
+        return told_by_type({name: one.numpy() for name, one in vars(type_sums(x, types)).items()}, types, layout)
+
+    whole = told(x)
+    assert all(one is not None and len(one) == 2 * len(bins) + 4 for one in whole)
+    x[1, 3, 2] = torch.inf
+    x[2] = 0.0  # nothing varies
+    found = told(x)
+    assert found[1] is None and found[2] is None
+    assert [repr(found[at]) for at in (0, 3)] == [repr(whole[at]) for at in (0, 3)]
+    x[[0, 3]] = torch.nan
+    assert told(x) == [None] * 4

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError
 from anisoscope.kernels import sent
-from anisoscope.measures.later import beside, fetched_later, leading_later, rejoined, side_stream
+from anisoscope.measures.later import beside, fetched_later, leading_later, side_stream
 from anisoscope.measures.leading import BLOCK
 from anisoscope.monitoring.stacking import with_room
 from anisoscope.monitoring.tangent_parts import Asked, labels_of
-from anisoscope.monitoring.tangents_told import Told, told
+from anisoscope.monitoring.tangents_told import ByType, Told, told, told_by_type
 from anisoscope.monitoring.views import SiteView
 from anisoscope.rows import power_of_two_scale
 from anisoscope.tangent.stacked import Layout, mean_angles, seen_by_half
 from anisoscope.tangent.stacked_fits import Centred, Fits, kmeans_starts, pca_fits, seminmf_fits
-from anisoscope.tangent.stacked_types import Types, TypeSums, type_sums
+from anisoscope.tangent.stacked_types import Types, type_sums
 from anisoscope.tangent.units import Halves
 
 STACKED = ("seminmf", "pca")
@@ -121,7 +121,7 @@ def _attempt(
     layout, types = ready.layout, ready.types
     centred = Centred.of(x, layout.halves.rows)
     later = _begin_pca(asked, views, centred)
-    summed = _begin_types(x, types)
+    summed = _begin_types(x, types, layout)
     scales = asked_for()
     if None in scales:
         return [view for view, scale in zip(views, scales, strict=True) if scale is not None]
@@ -129,7 +129,6 @@ def _attempt(
     if any(scale != 1 for scale in factors):
         g *= sent(factors, g)[:, None, None]  # shares do not see the factor
     fits = _seminmf(asked, views, centred, first=first)
-    sums = summed()
     fits |= later()
     # By site, kind, half.
     bases = torch.stack([fits[kind].basis.view(sites, 2, width, rank) for kind in asked.proxies], dim=1)
@@ -138,12 +137,15 @@ def _attempt(
         seed = 2 * asked.seed + 1 - half
         seen = seen_by_half(g, layout, half, bases[:, :, 1 - half], asked.draws, seed)
         table |= {f"{half} {name}": value for name, value in vars(seen).items()}
-    if sums is not None:
-        table |= {"sums": sums.sums, "drawn": sums.drawn}
     before = None if first else _bases_before(asked, views, x.device)
     table |= _facts(asked, fits, bases, before) | _variances(centred, bases)
     found = fetched_later(table)
-    return lambda: told(asked, views, ready.layout, types, fits, found())
+
+    def finish() -> Told:
+        by_type = summed()  # while the device goes on with the rest
+        return told(asked, views, layout, types, fits, found(), by_type)
+
+    return finish
 
 
 def _warm(asked: Asked, views: Sequence[SiteView]) -> list[SiteView]:
@@ -206,19 +208,15 @@ def _begin_pca(asked: Asked, views: Sequence[SiteView], centred: Centred) -> Cal
     return finish
 
 
-def _begin_types(x: Float[Tensor, "s n d"], types: Types | AnisoscopeError | None) -> Callable[[], TypeSums | None]:
-    """Begin the sums over token types, where there are any to be told."""
+def _begin_types(
+    x: Float[Tensor, "s n d"], types: Types | AnisoscopeError | None, layout: Layout
+) -> Callable[[], list[ByType] | None]:
+    """Begin the sums over token types, where there are any to be told; the function returned tells them."""
     if not isinstance(types, Types) or not types.ordinary:
         return lambda: None
-    stream = side_stream("types", x)
-    with beside(stream):
-        found = type_sums(x, types)
-
-    def finish() -> TypeSums:
-        rejoined(stream, x.device, vars(found).values())
-        return found
-
-    return finish
+    with beside(side_stream("types", x)):
+        later = fetched_later(vars(type_sums(x, types)))
+    return lambda: told_by_type(later(), types, layout)
 
 
 def _seminmf(asked: Asked, views: Sequence[SiteView], centred: Centred, *, first: bool) -> dict[str, Fits]:

@@ -21,26 +21,27 @@ from anisoscope.tangent.stacked_types import Types, correlation_estimates, dista
 from anisoscope.tangent.units import GIVEN
 
 Told: TypeAlias = dict[str, Mapping[Name, Result]]
+ByType: TypeAlias = dict[Name, Result] | None
 
 
 def told(
     asked: Asked, views: Sequence[SiteView], layout: Layout, types: Types | AnisoscopeError | None,
-    fits: Mapping[str, Fits], found: Mapping[str, np.ndarray],
+    fits: Mapping[str, Fits], found: Mapping[str, np.ndarray], by_type: Sequence[ByType] | None,
 ) -> Told:  # fmt: skip
-    """Results by site of those that are ordinary; their trackers are moved on."""
+    """Results by site of those that are ordinary; their trackers are moved on. ``by_type`` is what ``told_by_type``
+    has said of all sites, None where there is nothing to be told together."""
     halves = [{name[2:]: value for name, value in found.items() if name.startswith(f"{half} ")} for half in (0, 1)]
     assert views[0].g is not None
     here = Here(views[0], views[0].g, layout.halves, {}, {}, False)  # as all of them are: of one shape and one probe
     rank, width = asked.rank, views[0].x.shape[1]
     tests = tests_of_sites(halves, layout, rank, width, asked.draws, (asked._note(here),))
-    good = _ordinary(found, halves, tests)
+    good = [at for at in _ordinary(found, halves, tests) if by_type is None or by_type[at] is not None]
     if not good:
         return {}
     shares = isoscore_shares(halves, [len(rows) for rows in layout.halves.rows], width, good)
     results = [dict[Name, Result]() for _ in good]
     _tell_facts(results, asked, here, fits, found, good)
     _tell_energy(results, asked, here, [tests[site] for site in good], shares, found, good)
-    by_type = _of_types(found, types, layout, good) if "sums" in found and isinstance(types, Types) else None
     pairs = _proxies(asked, fits, found, good)
     for place, (one, site) in enumerate(zip(results, good, strict=True)):
         view = views[site]
@@ -51,7 +52,8 @@ def told(
         if isinstance(types, AnisoscopeError):
             one["tangent: by_type"] = types
         else:
-            one |= asked._attempted(asked._by_type, here) if by_type is None else by_type[place]
+            known = None if by_type is None else by_type[site]
+            one |= asked._attempted(asked._by_type, here) if known is None else known
     # Last of all: sites whose results are lost to a full device are fitted again, and must not be ahead of themselves.
     for pair_of, site in zip(pairs, good, strict=True):
         for kind, pair in pair_of.items():
@@ -70,8 +72,6 @@ def _ordinary(
         flags += [np.isfinite(value.reshape(sites, -1)).all(axis=1) for value in half.values()]
         flags += [(half["traces"] > 1e-12).all(axis=(1, 2)), half["whole"][:, 0] > 0]
     flags += [(found["variance"] > 0).all(axis=(1, 2)), np.isfinite(found["angles"]).all(axis=(0, 2))]
-    if "drawn" in found:
-        flags.append(np.isfinite(found["drawn"][1, :, :, 0]).all(axis=0))
     good = np.logical_and.reduce(flags).tolist()
     return [at for at in range(sites) if good[at] and all(isinstance(one[""], CrossedTest) for one in tests[at])]
 
@@ -155,15 +155,16 @@ def _tell_energy(
             one[f"{name}.isoscore_share"] = share[at]
 
 
-def _of_types(
-    found: Mapping[str, np.ndarray], types: Types, layout: Layout, sites: Sequence[int]
-) -> list[dict[Name, Result]]:
-    """``TangentAnalysis._by_type`` of these sites."""
+def told_by_type(found: Mapping[str, np.ndarray], types: Types, layout: Layout) -> list[ByType]:
+    """``TangentAnalysis._by_type`` of all sites, None where sums are not finite or nothing varies."""
     own, overall = ([(name, where) for where in layout.labels] for name in ("own_distance", "global_distance"))
-    results: list[dict[Name, Result]] = []
     sums, drawn = found["sums"], found["drawn"]
-    if len(sites) < sums.shape[1]:
-        sums, drawn = sums[:, sites], drawn[:, :, sites]
+    ordinary = np.isfinite(sums).all(axis=(0, 2)) & np.isfinite(drawn[1, :, :, 0]).all(axis=0)
+    if not ordinary.any():
+        return [None] * len(ordinary)
+    if not ordinary.all():
+        sums, drawn = sums[:, ordinary], drawn[:, :, ordinary]
+    results: list[dict[Name, Result]] = []
     for bins in distance_estimates(sums, types):
         pairs = [pair for keys in zip(zip(own, overall, strict=True), bins, strict=True) for pair in zip(*keys)]
         results.append({key: one for key, one in pairs if one is not None})
@@ -174,4 +175,5 @@ def _of_types(
             for one, value in zip(results, column, strict=True):
                 if value is not None:
                     one[name] = value
-    return results
+    each = iter(results)
+    return [next(each) if good else None for good in ordinary.tolist()]
