@@ -11,6 +11,8 @@ from anisoscope.kernels import codes, controls, factors, grams, jacobi, nearest,
 TARGET = GPUTarget("cuda", 90, 32)
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
             "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws")  # fmt: skip
+STRIDES = {"site_stride": "i64", "row_stride": "i32"}
+COLUMNS = {"share": "i32", "weights": "*fp64", "total": "*fp64", "most": "*fp32", **STRIDES}
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
 TRIDIAGONAL = {
     tridiagonal.reduce_panel: {"PP": 16, "K": tridiagonal.PANEL, "W": 2048, "R": 4, "B": 64},
@@ -48,8 +50,8 @@ def main():
     flags = {"active": "*i1", "sound": "*i1", "good": "*i1"}
     tile = {"R": rows.ROWS, "K": 128}
     visit = {"K": 16, "P": 16, "B": visits.ROWS, "W": visits.DEPTH}
-    lists = {"AHEAD": True, "SHARE": 128, "T": 8, "P": 8, "B": 64}
-    small = dict.fromkeys(set(controls.controls.arg_names) - {*INTEGERS, "K", "P"}, "*fp64") | {"limit": "fp32"}
+    lists = {"AHEAD": True, "SHARE": 128, "T": 16, "P": 8, "B": 64}
+    small = dict.fromkeys(set(controls.controls.arg_names) - {*INTEGERS, "K", "P"}, "*fp64")
     near = dict.fromkeys(("forms", "owns", "acrosses"), "*fp32")
     found = {
         "controls": compiled(controls.controls, {"K": 16, "P": 16}, **small | near),
@@ -64,14 +66,17 @@ def main():
         "in_half": compiled(rows.in_half, tile, order="*i64", half="*fp16"),
         "nearest_within": compiled(
             rows.nearest_within,
-            {"R": 64, "C": 128, "K": 32},
+            {"W": 128, "T": rows.CANDIDATES, "R": 64, "C": 128, "K": 64},
+            half="*fp16",
+            back="*i64",
             out="*fp64",
             sure="*i1",
-            allowance="fp32",
             order="*i64",
             strides="*i32",
             lengths="*i32",
         ),
+        "column_sums": compiled(rows.column_sums, tile | {"WEIGHTED": True}, **COLUMNS),
+        "centre_rows": compiled(rows.centre_rows, tile, out="*fp64", lengths="*fp64", **STRIDES),
         "mend_within": compiled(
             rows.mend_within, {"C": 64, "K": 32}, out="*fp64", sure="*i1", order="*i64", strides="*i32", lengths="*i32"
         ),
@@ -79,12 +84,27 @@ def main():
         "half_step": compiled(visits.half_step, visit | {"S": 4}, **flags),
         "rounds": compiled(codes.rounds, {"K": 64, "P": 64, "S": 4, "B": 32}, **flags),
         "inverses": compiled(codes.inverses, {"K": 16, "P": 16}, second="*fp64", out="*fp64", limit="fp64", **flags),
-        "two_least_of_tiles": compiled(
-            nearest.two_least_of_tiles, {"D": 128, "B": nearest.TILE, "K": 64}, rows="*fp16", tiles="*i32"
+        "three_least_of_tiles": compiled(
+            nearest.three_least_of_tiles, {"D": 128, "B": nearest.TILE, "K": 64}, rows="*fp16", tiles="*i32"
+        ),
+        "bounds_of_rows": compiled(
+            nearest.bounds_of_rows,
+            {"D": 128, "R": 64, "C": 128, "K": 64},
+            rows="*fp16",
+            which="*i64",
+            wanted="*i1",
+            many="i32",
         ),
         "keep_least": compiled(nearest.keep_least, lists, groups="*i32"),
-        "squared_distances": compiled(
-            nearest.squared_distances, {"T": 8, "K": 128}, own="*i64", other="*i64", out="*fp64", scale="fp64"
+        "measure_nearest": compiled(
+            nearest.measure_nearest,
+            {"R": 4, "T": 16, "K": 128},
+            own="*i64",
+            other="*i64",
+            wanted="*i1",
+            out="*fp64",
+            scale="fp64",
+            **dict.fromkeys(("many", "own_stride", "k"), "i32"),
         ),
     }
     found |= {kernel.__name__: compiled(kernel, sizes, **wide(kernel)) for kernel, sizes in TRIDIAGONAL.items()}

@@ -1,8 +1,9 @@
-"""Kernels of the nearest-neighbour search: bounds of all pairs, the two least of each group of rows, and what follows.
+"""Kernels of the nearest-neighbour search: bounds of all pairs, the three least of each group, and what follows.
 
 The matrix of pairs never reaches memory. Each pair of rows is multiplied once, in half precision, and serves both
-sides: a tile of bounds gives each of its rows the two least among its columns, and each of its columns the two least
-among its rows. The place of a bound within its group stands in its lowest bits, which moves it by ``PACKED`` at most.
+sides: a tile of bounds gives each of its rows the three least among its columns, and each of its columns the three
+least among its rows. The place of a bound within its group stands in its lowest bits, which moves it by ``PACKED`` at
+most.
 
 This module needs Triton; ``measures.neighbors_fused`` imports it where Triton is, and says what the bounds mean.
 """
@@ -21,11 +22,11 @@ FAR = 3e38
 
 
 @triton.jit
-def two_least_of_tiles(
-    rows, size, tiles, row_least, row_next, column_least, column_next, padded, n, groups, first_group, columns,
-    D: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
+def three_least_of_tiles(
+    rows, size, tiles, row_least, row_next, row_third, column_least, column_next, column_third,
+    padded, n, groups, first_group, columns, D: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Bounds ``size_i + size_j - 2 rows_i . rows_j`` of the pairs i < j of one tile; the two least of each side.
+    """Bounds ``size_i + size_j - 2 rows_i . rows_j`` of the pairs i < j of one tile; the three least of each side.
 
     Of each site, ``row_least`` is ``[groups, n]`` for groups of columns from ``first_group`` on, and ``column_least``
     is ``[., columns]`` for all groups of rows, with the columns from the first of ``first_group`` on.
@@ -36,8 +37,10 @@ def two_least_of_tiles(
     size += site * padded
     row_least += site * groups * n
     row_next += site * groups * n
+    row_third += site * groups * n
     column_least += site * (n // B) * columns
     column_next += site * (n // B) * columns
+    column_third += site * (n // B) * columns
     i = tl.load(tiles + 2 * at).to(tl.int64)
     j = tl.load(tiles + 2 * at + 1).to(tl.int64)
     r = i * B + tl.arange(0, B)
@@ -60,16 +63,18 @@ def two_least_of_tiles(
     place = (j - first_group) * n + r
     tl.store(row_least + place, least)
     tl.store(row_next + place, after)
+    tl.store(row_third + place, tl.min(tl.where(own <= after[:, None], 3e38, own), axis=1))
     own = (bits | tl.arange(0, B)[:, None]).to(tl.float32, bitcast=True)
     least = tl.min(own, axis=0)
     after = tl.min(tl.where(own == least[None, :], 3e38, own), axis=0)
     place = i * columns + c - first_group * B
     tl.store(column_least + place, least)
     tl.store(column_next + place, after)
+    tl.store(column_third + place, tl.min(tl.where(own <= after[None, :], 3e38, own), axis=0))
 
 
 @triton.jit
-def _sorted_in(held, where, rest, new, first, T: tl.constexpr, P: tl.constexpr):
+def sorted_in(held, where, rest, new, first, T: tl.constexpr, P: tl.constexpr):
     """``new`` bounds, of groups from ``first`` on, sorted into the ``T`` least; what has no place goes to rest."""
     slots = tl.arange(0, T)[:, None]
     places = tl.arange(0, P)[:, None]
@@ -91,16 +96,15 @@ def _sorted_in(held, where, rest, new, first, T: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def keep_least(
-    values, groups, rest, least, after, padded, first_row, stride, offset, count,
+    values, groups, rest, least, after, third, padded, first_row, stride, offset, count,
     AHEAD: tl.constexpr, SHARE: tl.constexpr, T: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Sort the bounds of groups into the ``T`` least of each row: ``values`` and ``groups`` are ``[T, padded]``.
 
-    ``rest[row]`` becomes the least bound of any pair that is not among them: an evicted bound, or the second of a
-    group, beyond which there may be a third. ``least`` and ``after`` are ``[count, stride]``: groups from ``offset``
-    on, rows from ``first_row`` on. Rows of group b (of ``SHARE`` rows) have seen groups from number b on as columns
-    (``AHEAD``), and up to b as rows: the
-    others were never written.
+    ``rest[row]`` becomes the least bound of any pair that is not among them: an evicted bound, or the third of a
+    group, beyond which there may be a fourth. ``least``, ``after`` and ``third`` are ``[count, stride]``: groups from
+    ``offset`` on, rows from ``first_row`` on. Rows of group b (of ``SHARE`` rows) have seen groups from number b on as
+    columns (``AHEAD``), and up to b as rows: the others were never written.
     """
     site = tl.program_id(1).to(tl.int64)
     values += site * T * padded
@@ -108,6 +112,7 @@ def keep_least(
     rest += site * padded
     least += site * count * stride
     after += site * count * stride
+    third += site * count * stride
     rows = first_row + tl.program_id(0) * B + tl.arange(0, B)
     slots = tl.arange(0, T)[:, None]
     held = tl.load(values + slots * padded + rows[None, :])
@@ -125,31 +130,94 @@ def keep_least(
         at = (these - offset).to(tl.int64)[:, None] * stride + (rows - first_row)[None, :]
         known = (these < end)[:, None]
         new = tl.load(least + at, mask=known, other=3e38)
-        held, where, out = _sorted_in(held, where, out, new, group, T, P)
+        held, where, out = sorted_in(held, where, out, new, group, T, P)
         new = tl.load(after + at, mask=known, other=3e38)
+        held, where, out = sorted_in(held, where, out, new, group, T, P)
+        new = tl.load(third + at, mask=known, other=3e38)
         out = tl.minimum(out, tl.min(new, axis=0))
-        held, where, out = _sorted_in(held, where, out, new, group, T, P)
     tl.store(values + slots * padded + rows[None, :], held)
     tl.store(groups + slots * padded + rows[None, :], where)
     tl.store(rest + rows, out)
 
 
 @triton.jit
-def squared_distances(
-    rows, own, other, out, scale, n, D, T: tl.constexpr, K: tl.constexpr,
+def bounds_of_rows(
+    rows, size, which, wanted, out, padded, many, D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """``|rows[own] - rows[other]|^2`` by differences in float64, times ``scale`` squared; ``other`` is ``[n, T]``."""
-    at = tl.program_id(0).to(tl.int64)
+    """Bounds of some rows of each site, ``which``, with all of them, ``[many, padded]``; infinite with itself.
+
+    Nothing is multiplied where none of a program's rows is ``wanted``; its bounds are infinite.
+    """
+    site = tl.program_id(2).to(tl.int64)
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    c = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)
+    k = tl.arange(0, K)
+    asked = tl.load(wanted + site * many + r, mask=r < many, other=0) != 0
+    own = tl.load(which + site * many + r, mask=r < many, other=0)
+    bound = tl.full((R, C), float("inf"), dtype=tl.float32)
+    if tl.max(asked.to(tl.int32), axis=0) > 0:
+        rows += site * padded * D
+        size += site * padded
+        left = rows + own[:, None] * D + k[None, :]
+        right = rows + c[None, :] * D + k[:, None]
+        total = tl.zeros((R, C), dtype=tl.float32)
+        for _ in range(0, D, K):
+            total = tl.dot(tl.load(left), tl.load(right), total)
+            left += K
+            right += K
+        bound = (tl.load(size + own)[:, None] + tl.load(size + c)[None, :]) - 2 * total
+        bound = tl.where(own[:, None] == c[None, :], float("inf"), bound)
+    tl.store(out + (site * many + r)[:, None] * padded + c[None, :], bound, mask=(r < many)[:, None])
+
+
+@triton.jit
+def measure_nearest(
+    rows, own, other, bounds, wanted, factor, out, scale, n, many, own_stride, D, k,
+    R: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """``|rows[own] - rows[other]|^2`` by differences in float64, times ``scale`` squared, in the order of ``bounds``.
+
+    ``other`` and ``bounds`` are ``[many, T]``; bounds are those of distances times ``factor``, squared. What a bound
+    says to be farther than the k-th of those measured so far is not measured: it stays infinite, as do all distances
+    of a row that is not ``wanted``.
+    """
+    at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     site = tl.program_id(1).to(tl.int64)
     rows += site * n * D
-    slots = (site * n + at) * T + tl.arange(0, T)
-    here = tl.load(own + at)
-    there = tl.load(other + slots)
-    total = tl.zeros((T,), dtype=tl.float64)
-    for start in range(0, D, K):
-        k = start + tl.arange(0, K)
-        a = tl.load(rows + here * D + k, mask=k < D, other=0.0).to(tl.float64)
-        b = tl.load(rows + there[:, None] * D + k[None, :], mask=(k < D)[None, :], other=0.0).to(tl.float64)
-        gap = (b - a[None, :]) * scale
-        total += tl.sum(gap * gap, axis=1)
-    tl.store(out + slots, total)
+    mine = at < many
+    slots = tl.arange(0, T)
+    place = (site * many + at)[:, None] * T + slots[None, :]
+    here = tl.load(own + site * own_stride + at, mask=mine, other=0)
+    asked = tl.load(wanted + site * many + at, mask=mine, other=0) != 0
+    there = tl.load(other + place, mask=mine[:, None], other=0)
+    bound = tl.load(bounds + place, mask=mine[:, None], other=3e38).to(tl.float64)
+    unit = tl.load(factor + site)
+    # Bounds may be a little too large where places stand in their lowest bits.
+    left = (bound - tl.abs(bound) * 3.0517578125e-05) / (unit * unit)
+    left = tl.where((bound < 3e37) & asked[:, None], left, float("inf"))
+    found = tl.full((R, T), float("inf"), dtype=tl.float64)
+    # The k least so far, in any order: the largest of them gives way.
+    kept = tl.where((slots < k)[None, :], found, float("-inf"))
+    limit, worst = tl.max(kept, axis=1, return_indices=True)
+    least, slot = tl.min(left, axis=1, return_indices=True)
+    going = (least < float("inf")) & (least <= limit)
+    while tl.max(going.to(tl.int32), axis=0) > 0:
+        now = (slots[None, :] == slot[:, None]) & going[:, None]
+        that = tl.sum(tl.where(now, there, 0), axis=1)
+        total = tl.zeros((R, K), dtype=tl.float64)
+        for start in range(0, D, K):
+            c = start + tl.arange(0, K)
+            inside = going[:, None] & (c < D)[None, :]
+            one = tl.load(rows + here[:, None] * D + c[None, :], mask=inside, other=0.0).to(tl.float64)
+            two = tl.load(rows + that[:, None] * D + c[None, :], mask=inside, other=0.0).to(tl.float64)
+            gap = (two - one) * scale
+            total += gap * gap
+        apart = tl.sum(total, axis=1)
+        found = tl.where(now, apart[:, None], found)
+        left = tl.where(now, float("inf"), left)
+        nearer = going & (apart < limit)
+        kept = tl.where((slots[None, :] == worst[:, None]) & nearer[:, None], apart[:, None], kept)
+        limit, worst = tl.max(kept, axis=1, return_indices=True)
+        least, slot = tl.min(left, axis=1, return_indices=True)
+        going = (least < float("inf")) & (least <= limit)
+    tl.store(out + place, found, mask=mine[:, None])

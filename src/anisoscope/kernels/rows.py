@@ -9,10 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anisoscope.kernels.nearest import sorted_in
+
 ROWS = 16
 """Rows that one program visits."""
-CANDIDATES = 4
-"""Nearest rows proposed within a block; their distances are taken by differences in float64."""
+CANDIDATES = 8
+"""Nearest rows proposed within a run; their distances are taken by differences in float64."""
 
 
 @triton.jit
@@ -59,6 +61,61 @@ def copies_among(rows, codes, order, copy, clash, n, D, R: tl.constexpr, K: tl.c
 
 
 @triton.jit
+def column_sums(
+    rows, weights, total, least, most, n, D, share, site_stride, row_stride,
+    WEIGHTED: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Sums in float64 of K columns of a share of a site's rows, and the least and the largest of those entries."""
+    site = tl.program_id(2).to(tl.int64)
+    part = tl.program_id(1)
+    k = tl.program_id(0) * K + tl.arange(0, K)
+    end = tl.minimum((part + 1) * share, n)
+    rows += site * site_stride
+    sums = tl.zeros((R, K), dtype=tl.float64)
+    low = tl.full((R, K), float("inf"), dtype=tl.float32)
+    high = tl.full((R, K), float("-inf"), dtype=tl.float32)
+    for first in range(part * share, end, R):
+        at = first + tl.arange(0, R)
+        inside = (at < end)[:, None] & (k < D)[None, :]
+        values = tl.load(rows + at.to(tl.int64)[:, None] * row_stride + k[None, :], mask=inside, other=0.0)
+        low = tl.minimum(low, tl.where(inside, values, float("inf")))
+        high = tl.maximum(high, tl.where(inside, values, float("-inf")))
+        wide = values.to(tl.float64)
+        if WEIGHTED:
+            wide *= tl.load(weights + site * n + at, mask=at < end, other=0.0).to(tl.float64)[:, None]
+        sums += wide
+    shares = tl.num_programs(1)
+    tl.store(total + (site * shares + part) * D + k, tl.sum(sums, axis=0), mask=k < D)
+    place = (site * shares + part) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(least + place, tl.min(tl.min(low, axis=0), axis=0))
+    tl.store(most + place, tl.max(tl.max(high, axis=0), axis=0))
+
+
+@triton.jit
+def centre_rows(
+    rows, mean, out, squares, lengths, n, D, site_stride, row_stride, R: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """Rows less the mean, their squared lengths, and the lengths they had before."""
+    site = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    there = at < n
+    rows += site * site_stride
+    square = tl.zeros((R, K), dtype=tl.float64)
+    before = tl.zeros((R, K), dtype=tl.float64)
+    for start in range(0, D, K):
+        k = start + tl.arange(0, K)
+        inside = there[:, None] & (k < D)[None, :]
+        wide = tl.load(rows + at[:, None] * row_stride + k[None, :], mask=inside, other=0.0).to(tl.float64)
+        before += wide * wide
+        wide -= tl.load(mean + site * D + k, mask=k < D, other=0.0)[None, :]
+        wide = tl.where(inside, wide, 0.0)
+        square += wide * wide
+        tl.store(out + (site * n + at)[:, None] * D + k[None, :], wide.to(out.dtype.element_ty), mask=inside)
+    tl.store(squares + site * n + at, tl.sum(square, axis=1), mask=there)
+    tl.store(lengths + site * n + at, tl.sqrt(tl.sum(before, axis=1)), mask=there)
+
+
+@triton.jit
 def in_half(rows, order, mean, factor, half, squares, lost, n, padded, D, W, R: tl.constexpr, K: tl.constexpr):
     """Row ``order[i]`` less the mean, times ``factor``, in half precision, filled up to ``W`` columns with zeros.
 
@@ -88,24 +145,6 @@ def in_half(rows, order, mean, factor, half, squares, lost, n, padded, D, W, R: 
 
 
 @triton.jit
-def _placed(v0, v1, v2, v3, v4, i0, i1, i2, i3, value, index):
-    """A bound sorted into the five least, whose places are kept for four of them."""
-    lower = value < v0
-    v0, value = tl.where(lower, value, v0), tl.where(lower, v0, value)
-    i0, index = tl.where(lower, index, i0), tl.where(lower, i0, index)
-    lower = value < v1
-    v1, value = tl.where(lower, value, v1), tl.where(lower, v1, value)
-    i1, index = tl.where(lower, index, i1), tl.where(lower, i1, index)
-    lower = value < v2
-    v2, value = tl.where(lower, value, v2), tl.where(lower, v2, value)
-    i2, index = tl.where(lower, index, i2), tl.where(lower, i2, index)
-    lower = value < v3
-    v3, value = tl.where(lower, value, v3), tl.where(lower, v3, value)
-    i3 = tl.where(lower, index, i3)
-    return v0, v1, v2, v3, tl.minimum(v4, value), i0, i1, i2, i3
-
-
-@triton.jit
 def _apart(rows, here, there, D, mine, R: tl.constexpr, K: tl.constexpr):
     """Squared distances by differences in float64."""
     total = tl.zeros((R,), dtype=tl.float64)
@@ -120,63 +159,66 @@ def _apart(rows, here, there, D, mine, R: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def nearest_within(
-    rows, order, middle, strides, lengths, out, sure, allowance, n, blocks, most, D,
-    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+    rows, half, size, back, factor, order, strides, lengths, out, sure, n, padded, blocks, most, D,
+    W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Squared distances to the two nearest rows of the same run, float64, and whether they are certain.
 
     Run b of a site holds ``length`` rows, from number ``b * stride`` of ``order`` on; both numbers are the site's own.
-    Products of float32 rows about ``middle``, a point near the site's, give lower bounds on squared distances;
-    ``allowance`` is what rounding may take, relative to the squared lengths. The four least are measured; certain is
-    what the fifth does not come near. Of ``most`` places for each run the first ``length`` are written.
+    Rows in half precision, of which row i stands at ``back[i]``, and their shrunken squared lengths give lower bounds
+    on squared distances times ``factor`` squared, as in ``nearest``. The ``T`` least are measured, nearest bound first,
+    as long as they may be among the two; certain is what everything else does not come near. Of ``most`` places for
+    each run the first ``length`` are written.
     """
     run = tl.program_id(1).to(tl.int64)
     site = run // blocks
     length = tl.load(lengths + site)
     base = rows + site * n * D
+    half += site * padded * W
+    size += site * padded
     names = order + site * n + (run % blocks) * tl.load(strides + site)
     r = tl.program_id(0) * R + tl.arange(0, R)
     mine = r < length
     here = tl.load(names + r, mask=mine, other=0)
-    v0 = tl.full((R,), 3e38, dtype=tl.float32)
-    v1, v2, v3, v4 = v0, v0, v0, v0
-    i0, i1, i2, i3 = here, here, here, here
+    own = tl.load(back + here)
+    own_size = tl.load(size + own)
+    k = tl.arange(0, K)
+    held = tl.full((T, R), 3e38, dtype=tl.float32)
+    where = tl.zeros((T, R), dtype=tl.int32)
+    rest = tl.full((R,), 3e38, dtype=tl.float32)
     for first in range(0, length, C):
         c = first + tl.arange(0, C)
         theirs = c < length
-        there = tl.load(names + c, mask=theirs, other=0)
-        total = tl.zeros((R, C), dtype=tl.float32)
-        left = tl.zeros((R,), dtype=tl.float32)
-        right = tl.zeros((C,), dtype=tl.float32)
-        for start in range(0, D, K):
-            k = start + tl.arange(0, K)
-            shift = tl.load(middle + site * D + k, mask=k < D, other=0.0)
-            a = tl.load(base + here[:, None] * D + k[None, :], mask=mine[:, None] & (k < D)[None, :], other=0.0)
-            b = tl.load(base + there[:, None] * D + k[None, :], mask=theirs[:, None] & (k < D)[None, :], other=0.0)
-            a, b = a - shift[None, :], b - shift[None, :]
-            total = tl.dot(a, tl.trans(b), total, input_precision="tf32x3")
-            left += tl.sum(a * a, axis=1)
-            right += tl.sum(b * b, axis=1)
-        bound = (left[:, None] + right[None, :]) * (1 - allowance) - 2 * total
-        bound = tl.where(theirs[None, :] & (r[:, None] != c[None, :]), bound, 3e38)
-        for _ in range(5):
-            value, place = tl.min(bound, axis=1, return_indices=True)
-            bound = tl.where(tl.arange(0, C)[None, :] == place[:, None], 3e38, bound)
-            index = tl.load(names + first + place, mask=first + place < length, other=0)
-            v0, v1, v2, v3, v4, i0, i1, i2, i3 = _placed(v0, v1, v2, v3, v4, i0, i1, i2, i3, value, index)
-    d0 = _apart(base, here, i0, D, mine, R, K)
-    d1 = _apart(base, here, i1, D, mine, R, K)
-    d2 = _apart(base, here, i2, D, mine, R, K)
-    d3 = _apart(base, here, i3, D, mine, R, K)
-    low, high = tl.minimum(d0, d1), tl.maximum(d0, d1)
-    other, last = tl.minimum(d2, d3), tl.maximum(d2, d3)
-    least = tl.minimum(low, other)
-    # The second is the larger of the two least, or the next of the side that holds the least.
-    second = tl.minimum(tl.maximum(low, other), tl.minimum(high, last))
+        other = tl.load(back + tl.load(names + c, mask=theirs, other=0))
+        left = half + other[:, None] * W + k[None, :]
+        right = half + own[None, :] * W + k[:, None]
+        total = tl.zeros((C, R), dtype=tl.float32)
+        for _ in range(0, W, K):
+            total = tl.dot(tl.load(left), tl.load(right), total)
+            left += K
+            right += K
+        bound = (tl.load(size + other)[:, None] + own_size[None, :]) - 2 * total
+        bound = tl.where(theirs[:, None] & (r[None, :] != c[:, None]), bound, 3e38)
+        held, where, rest = sorted_in(held, where, rest, bound, first, T, C)
+    unit = tl.load(factor + site)
+    unit = unit * unit
+    slots = tl.arange(0, T)[:, None]
+    waiting = tl.where(held < 3e37, held.to(tl.float64) / unit, float("inf"))
+    least = tl.full((R,), float("inf"), dtype=tl.float64)
+    second = least
+    for _ in range(T):
+        value, slot = tl.min(waiting, axis=0, return_indices=True)
+        near = mine & (value < float("inf")) & (value <= second)
+        now = slots == slot[None, :]
+        there = tl.load(names + tl.sum(tl.where(now, where, 0), axis=0), mask=near, other=0)
+        apart = tl.where(near, _apart(base, here, there, D, near, R, K), float("inf"))
+        second = tl.minimum(second, tl.maximum(least, apart))
+        least = tl.minimum(least, apart)
+        waiting = tl.where(now, float("inf"), waiting)
     place = (run * most + r) * 2
     tl.store(out + place, least, mask=mine)
     tl.store(out + place + 1, second, mask=mine)
-    tl.store(sure + run * most + r, (v4.to(tl.float64) >= second) | (second <= 0), mask=mine)
+    tl.store(sure + run * most + r, (rest.to(tl.float64) / unit >= second) | (second <= 0), mask=mine)
 
 
 @triton.jit

@@ -7,9 +7,10 @@ mean, h their half-precision values, r = |y - h| and e the largest r / |y|, for 
 
 where g stands for rounding of the product's sum: by Cauchy and Schwarz for the rounding of rows, and since a product of
 two lengths is at most half the sum of their squares. So the correction is a factor on the squared lengths and costs
-nothing. Rows are shuffled first and looked at in groups; for each row and group the kernels give the two least bounds.
-The least of all of them are measured by differences in float64, and a row is certain where its k-th distance is not
-above the least bound among everything else. The few other rows are searched again by ``neighbors_gpu``.
+nothing. Rows are shuffled first and looked at in groups; for each row and group the kernels give the three least
+bounds, of which two may be candidates. The least of all of them are measured by differences in float64, and a row is
+certain where its k-th distance is not above the least bound among everything else. Of the few other rows, all bounds
+are looked at together; what is left after that is searched again by ``neighbors_gpu``.
 """
 
 from __future__ import annotations
@@ -23,19 +24,22 @@ from torch import Tensor
 
 from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 from anisoscope.measures.found import Found
-from anisoscope.measures.row_kernels import in_half
+from anisoscope.measures.row_kernels import DEPTH, Ready
 
 LEAST_ROWS = 2048  # below this one plain product of all pairs is as good
 GROUP = 128  # the kernels' tile
 MOST_K = 26  # with SPARE the kernels' longest list
 SPARE = 6
-DEPTH = 64  # the product takes so many columns at a time
-READ_CELLS = 1 << 26  # rows made ready at a time, float64: half a gigabyte
+SHORTEST = 16  # of a list: at a width of 2,048 one row in twenty has more than six within the allowance
+AGAIN = 256  # rows of a site of which all bounds are looked at, without asking whether there are so many
+CANDIDATES = 32  # of each of them
 STRIPE_CELLS = 1 << 29  # bounds held at a time, float32: two gigabytes
 WARPS, STAGES = 4, 3  # of the product: the fastest of nine that were tried
 LIST_ROWS = 64  # rows whose lists one program keeps
+AGAIN_TILE = (64, 128)  # of bounds that are looked at again
+MEASURED_TILE = (4, 128)  # rows and columns of differences
+SORTED = 1024  # so many columns are sorted in one kernel, where picking the least of them takes a dozen
 NEAR = 16  # tiles of so many groups each way follow one another
-TOP = 14  # the largest value in half precision is made less than two to this
 
 
 def can_fuse(rows: Float[Tensor, "n d"], k: int) -> bool:
@@ -50,56 +54,29 @@ def enough_groups(n: int, k: int) -> bool:
 
 @on_its_device
 def search_fused(
-    rows: Float[Tensor, "s n d"], k: int, scale: float, *, left_out: Bool[Tensor, "s n"] | None = None, seed: int = 0
+    rows: Float[Tensor, "s n d"],
+    k: int,
+    scale: float,
+    *,
+    left_out: Bool[Tensor, "s n"] | None = None,
+    ready: Ready | None = None,
 ) -> list[Found]:
     """The ``k`` nearest other rows of every row of each site, and which rows are certain; asks nothing of the device.
 
     ``scale`` is the power of two of ``plan.scale_of``. Rows that are ``left_out`` are nobody's neighbours; their own
-    distances are infinite. ``seed`` shuffles the rows, which changes no certain result.
+    distances are infinite, and certain. ``ready`` are these rows in half precision, where somebody has them.
     """
     rows = rows.contiguous()
-    ready = _Ready.of(rows, scale, seed)
+    ready = ready or Ready.of(rows, scale)
     if left_out is not None:
         ready.size[:, : rows.shape[1]].masked_fill_(left_out[:, ready.order], kernels_of("nearest").FAR / 4)
-    lists = _Lists.of(ready, 1 << (k + SPARE - 1).bit_length())
+    lists = _Lists.of(ready, max(SHORTEST, 1 << (k + SPARE - 1).bit_length()))
     for first, last in _stripes(*ready.size.shape):
         _look(ready, lists, first, last)
-    return _settled(rows, k, scale, ready, lists)
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """Shuffled rows in half precision, filled up to whole groups, and their shrunken squared lengths."""
-
-    half: Float[Tensor, "s p e"]
-    size: Float[Tensor, "s p"]
-    order: Int[Tensor, "n"]
-    factor: Float[Tensor, "s 1"]
-    """What rows were multiplied by, beyond ``scale``."""
-
-    @classmethod
-    def of(cls, rows: Float[Tensor, "s n d"], scale: float, seed: int) -> _Ready:
-        kernels = kernels_of("nearest")
-        (sites, n, width), device = rows.shape, rows.device
-        padded, depth = -(-n // kernels.TILE) * kernels.TILE, -(-width // DEPTH) * DEPTH
-        order = torch.randperm(n, generator=torch.Generator(device).manual_seed(seed), device=device)
-        step = max(1, READ_CELLS // (sites * width))
-        mean = torch.stack([part.sum(dim=1, dtype=torch.float64) for part in rows.split(step, dim=1)]).sum(dim=0) / n
-        least, most = (one.double() for one in torch.aminmax(rows.flatten(1), dim=1))
-        # At least as large as any entry once the mean is off.
-        largest = torch.maximum(most, -least) + mean.abs().amax(dim=1)
-        largest = torch.minimum(largest, most - least) * scale
-        factor = torch.ldexp(torch.ones_like(largest), TOP - torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
-        factor = factor[:, None]
-        half, squares, worst = in_half(rows, order, mean, factor[:, 0] * scale, padded, depth)
-        worst = worst[:, None]
-        # Rounding of the sum of a product of half-precision rows: tensor cores cut off where others round (factor two),
-        # with a margin of four; and of the few float32 operations after it.
-        gone = 4 * (depth + 16) * 2.0**-23
-        allowance = (2 * worst + worst.square() + gone) * (1 + worst).square() + 2.0**-20
-        size = (squares * (1 - allowance)).float()
-        size[:, n:] = kernels.FAR / 4
-        return cls(half, size, order, factor)
+    distances, indices, settled = _settled(rows, k, scale, ready, lists)
+    settled = settled if left_out is None else settled | left_out
+    found = _looked_again(rows, k, scale, ready, distances, indices, settled)
+    return [Found(*one) for one in zip(*found, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -111,7 +88,7 @@ class _Lists:
     rest: Float[Tensor, "s p"]
 
     @classmethod
-    def of(cls, ready: _Ready, length: int) -> _Lists:
+    def of(cls, ready: Ready, length: int) -> _Lists:
         (sites, padded), device, far = ready.size.shape, ready.size.device, kernels_of("nearest").FAR
         return cls(
             torch.full((sites, length, padded), far, device=device),
@@ -123,7 +100,7 @@ class _Lists:
 def _stripes(sites: int, padded: int) -> list[tuple[int, int]]:
     """Groups of columns looked at together, so that the bounds of a stripe stay within STRIPE_CELLS."""
     groups = padded // kernels_of("nearest").TILE
-    number = min(groups, -(-4 * sites * padded * groups // STRIPE_CELLS))  # two bounds for each side
+    number = min(groups, -(-6 * sites * padded * groups // STRIPE_CELLS))  # three bounds for each side
     count = -(-groups // number)
     return [(first, min(first + count, groups)) for first in range(0, groups, count)]
 
@@ -142,15 +119,15 @@ def _tiles(first: int, last: int, device: torch.device, stream: int) -> Int[Tens
     return torch.stack([rows[order], columns[order]], dim=1).int().contiguous()
 
 
-def _look(ready: _Ready, lists: _Lists, first: int, last: int) -> None:
+def _look(ready: Ready, lists: _Lists, first: int, last: int) -> None:
     """All pairs of a stripe of columns with the rows before them, sorted into the lists of both."""
     kernels = kernels_of("nearest")
     tile, (sites, padded, depth), device = kernels.TILE, ready.half.shape, ready.half.device
     end, columns = last * tile, (last - first) * tile
     tiles = _tiles(first, last, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-    of_rows = torch.empty(2, sites, last - first, end, device=device)
-    of_columns = torch.empty(2, sites, last, columns, device=device)
-    kernels.two_least_of_tiles[(len(tiles), sites)](
+    of_rows = torch.empty(3, sites, last - first, end, device=device)
+    of_columns = torch.empty(3, sites, last, columns, device=device)
+    kernels.three_least_of_tiles[(len(tiles), sites)](
         ready.half, ready.size, tiles, *of_rows, *of_columns, padded, end, last - first, first, columns,
         D=depth, B=tile, K=DEPTH, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
@@ -164,24 +141,100 @@ def _look(ready: _Ready, lists: _Lists, first: int, last: int) -> None:
     )  # fmt: skip
 
 
-def _settled(rows: Float[Tensor, "s n d"], k: int, scale: float, ready: _Ready, lists: _Lists) -> list[Found]:
+def _settled(
+    rows: Float[Tensor, "s n d"], k: int, scale: float, ready: Ready, lists: _Lists
+) -> tuple[Float[Tensor, "s n k"], Int[Tensor, "s n k"], Bool[Tensor, "s n"]]:
     """Candidates measured in float64, and which rows are certain."""
-    kernels = kernels_of("nearest")
-    sites, n, width = rows.shape
+    kernels, n = kernels_of("nearest"), rows.shape[1]
     values, groups = (one[:, :, :n].mT.contiguous() for one in (lists.values, lists.groups))
     at = groups * kernels.TILE + (values.view(torch.int32) & (kernels.TILE - 1))
     real = (values < kernels.FAR / 8) & (at < n)
     other = ready.order[torch.where(real, at, 0)]
-    d2 = torch.empty(other.shape, dtype=torch.float64, device=rows.device)
-    kernels.squared_distances[(n, sites)](
-        rows, ready.order, other, d2, scale, n, width, T=other.shape[2], K=128, num_warps=4
-    )
-    best = d2.masked_fill_(~real, torch.inf).topk(k, dim=2, largest=False, sorted=True)
+    values = values.masked_fill_(~real, kernels.FAR)
+    own, every = ready.order.expand(len(rows), -1), torch.ones_like(real[:, :, 0])
+    d2 = _measured(rows, ready, own, other, values, every, k, scale)
+    best = d2.topk(k, dim=2, largest=False, sorted=True)
     limit = best.values[:, :, -1]
     floor = lists.rest[:, :n].double()
     floor = floor - floor.abs() * kernels.PACKED
     certain = (floor >= limit * ready.factor.square()) | (limit <= 0)
-    back = torch.empty_like(ready.order)
-    back[ready.order] = torch.arange(n, device=rows.device)
-    found = best.values.sqrt()[:, back] / scale, other.gather(2, best.indices)[:, back], certain[:, back]
-    return [Found(*one) for one in zip(*found, strict=True)]
+    back = ready.back
+    return best.values.sqrt()[:, back] / scale, other.gather(2, best.indices)[:, back], certain[:, back]
+
+
+def _looked_again(
+    rows: Float[Tensor, "s n d"],
+    k: int,
+    scale: float,
+    ready: Ready,
+    distances: Float[Tensor, "s n k"],
+    indices: Int[Tensor, "s n k"],
+    settled: Bool[Tensor, "s n"],
+) -> tuple[Float[Tensor, "s n k"], Int[Tensor, "s n k"], Bool[Tensor, "s n"]]:
+    """The same with AGAIN rows of each site that are not certain, if there are such, seen with all of their bounds."""
+    kernels, (sites, padded, depth), n = kernels_of("nearest"), ready.half.shape, rows.shape[1]
+    order = settled.byte().sort(dim=1, stable=True)
+    own, wanted = order.indices[:, :AGAIN].contiguous(), order.values[:, :AGAIN] == 0
+    many, (tall, broad) = own.shape[1], AGAIN_TILE
+    bound = torch.empty(sites, many, padded, device=rows.device)
+    kernels.bounds_of_rows[(-(-many // tall), padded // broad, sites)](
+        ready.half, ready.size, ready.back[own], wanted, bound, padded, many,
+        D=depth, R=tall, C=broad, K=DEPTH, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    take = min(CANDIDATES, padded)
+    value, near = (one.unflatten(0, (sites, many)) for one in least(bound.flatten(0, 1), take))
+    real = (value < kernels.FAR / 8) & (near < n)
+    other = ready.order[torch.where(real, near, 0)]
+    d2 = _measured(rows, ready, own, other, torch.where(real, value, kernels.FAR), wanted, k, scale)
+    best = d2.topk(k, dim=2, largest=False, sorted=True)
+    limit = best.values[:, :, -1]
+    certain = (value[:, :, -1].double() >= limit * ready.factor.square()) | (limit <= 0)
+    old, at = settled.gather(1, own), own[:, :, None].expand(-1, -1, k)
+    use = wanted[:, :, None]
+    return (
+        distances.scatter(1, at, torch.where(use, best.values.sqrt() / scale, distances.gather(1, at))),
+        indices.scatter(1, at, torch.where(use, other.gather(2, best.indices), indices.gather(1, at))),
+        settled.scatter(1, own, old | certain),
+    )
+
+
+def _measured(
+    rows: Float[Tensor, "s n d"],
+    ready: Ready,
+    own: Int[Tensor, "s m"],
+    other: Int[Tensor, "s m t"],
+    bounds: Float[Tensor, "s m t"],
+    wanted: Bool[Tensor, "s m"],
+    k: int,
+    scale: float,
+) -> Float[Tensor, "s m t"]:
+    """Squared distances by differences in float64, times ``scale`` squared; infinite where a bound says that they are
+    not among the k least."""
+    kernels, (sites, n, width), (_, many, count) = kernels_of("nearest"), rows.shape, other.shape
+    d2 = torch.empty(other.shape, dtype=torch.float64, device=rows.device)
+    tall, broad = MEASURED_TILE
+    kernels.measure_nearest[(-(-many // tall), sites)](
+        rows, own, other, bounds, wanted, ready.factor, d2, scale, n, many, own.stride(0), width, k,
+        R=tall, T=count, K=broad, num_warps=4,
+    )  # fmt: skip
+    return d2
+
+
+def least(bound: Float[Tensor, "m p"], take: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
+    """The ``take`` smallest of each row, ascending, and where: they lie in the ``take`` groups of smallest minimum."""
+    m, columns = bound.shape
+    groups = bound.view(m, columns // GROUP, GROUP)
+    if groups.shape[1] <= 2 * take:
+        return _smallest(bound, take)
+    near = _smallest(groups.amin(dim=2), take)[1]
+    some = groups.gather(1, near[:, :, None].expand(-1, -1, GROUP)).flatten(1)
+    value, at = _smallest(some, take)
+    return value, near.gather(1, at // GROUP) * GROUP + at % GROUP
+
+
+def _smallest(values: Float[Tensor, "m c"], take: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
+    """The ``take`` smallest of each row, ascending, and where."""
+    if values.shape[1] > SORTED:
+        return values.topk(take, dim=1, largest=False, sorted=True)
+    ascending, at = values.sort(dim=1)
+    return ascending[:, :take], at[:, :take]

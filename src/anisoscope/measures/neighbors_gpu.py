@@ -16,16 +16,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.measures.found import Found
-from anisoscope.measures.neighbors_fused import can_fuse, search_fused
+from anisoscope.measures.neighbors_fused import GROUP, can_fuse, least, search_fused
 from anisoscope.measures.plan import scale_of
 from anisoscope.measures.search import SPARE, Neighbors, neighbors_of
 from anisoscope.stats.precision import full_precision, has_tensor_cores, on_tensor_cores, two_parts
 
 TILE_CELLS = 1 << 26  # bounds held at a time: a quarter of a gigabyte in float32
-GROUP = 128  # columns whose least bound stands for them in the first look
 MENDED = 384  # rows searched again without asking whether there are so many
 TIED = 1e-9  # the k-th squared distance may be so much too long, relative: rows as far as each other to nine digits
-SORTED = 1024  # so many columns are sorted in one kernel, where picking the least of them takes a dozen
 PAIR_CELLS = 1 << 25  # differences held at a time, float64
 
 
@@ -61,7 +59,7 @@ def search(
         with on_tensor_cores(in_parts and rows.device.type == "cuda"):
             bound = torch.addmm(size[None, :], left[part], right.T, alpha=-2)
         bound.scatter_(1, part[:, None], torch.inf)
-        value, near = _least(bound, take)
+        value, near = least(bound, take)
         value = value[:, -1] + size[part]
         d2, here = _measured(rows, part, near, k, scale)
         limit = d2[:, -1]
@@ -82,9 +80,13 @@ def nearest_by_tiles(rows: Float[Tensor, "n d"], k: int) -> Neighbors:
 
 
 def mended(
-    rows: Float[Tensor, "s n d"], k: int, found: Sequence[Found], left_out: Bool[Tensor, "s n"] | None = None
+    rows: Float[Tensor, "s n d"],
+    k: int,
+    found: Sequence[Found],
+    left_out: Bool[Tensor, "s n"] | None = None,
+    most: int = MENDED,
 ) -> list[Found]:
-    """Rows of each site that are not certain, at most MENDED of them, searched again in float64, all sites at once.
+    """Rows of each site that are not certain, at most ``most`` of them, searched again in float64, all sites at once.
 
     For rows of ordinary size; asks nothing of the device, not even whether there are such rows. Rows that are
     ``left_out`` are nobody's neighbours, and nothing is to be mended of them.
@@ -94,29 +96,28 @@ def mended(
         torch.stack([getattr(one, name) for one in found]) for name in ("distances", "indices", "settled")
     )
     settled = settled if left_out is None else settled | left_out
-    doubtful = settled.byte().sort(dim=1, stable=True).indices[:, :MENDED]
+    doubtful = settled.byte().sort(dim=1, stable=True).indices[:, :most]
     wide = rows.to(torch.float64, copy=True)
     wide -= wide.mean(dim=1, keepdim=True)
     allowance = 4 * (width + 16) * torch.finfo(torch.float64).eps / 2
     size = wide.square().sum(dim=2) * (1 - allowance)
     free = size if left_out is None else size.masked_fill(left_out, torch.inf)
-    own = wide.gather(1, doubtful[:, :, None].expand(-1, -1, width))
-    bound = torch.baddbmm(free[:, None], own, wide.mT, alpha=-2)
-    bound.scatter_(2, doubtful[:, :, None], torch.inf)
-    bound = torch.nn.functional.pad(bound, (0, -n % GROUP), value=torch.inf)
     take = min(k + SPARE, n - 1)
-    value, near = _least(bound.flatten(0, 1), take)
-    value = value[:, -1] + size.gather(1, doubtful).flatten()
     # Rows of all sites as one table, so that one call measures all of them.
-    first = torch.arange(sites, device=rows.device)[:, None] * n
-    at = (doubtful + first).flatten()
-    d2, here = _measured(rows.flatten(0, 1), at, near + first.expand_as(doubtful).reshape(-1, 1), k, 1.0)
-    sure = value >= d2[:, -1] * (1 - TIED) if take < n - 1 else torch.ones_like(value, dtype=torch.bool)
-    flat = (
-        distances.flatten(0, 1).index_copy(0, at, d2.sqrt()),
-        indices.flatten(0, 1).index_copy(0, at, here % n),
-        settled.flatten().index_copy(0, at, sure | settled.flatten()[at]),
-    )
+    table, first = rows.flatten(0, 1), torch.arange(sites, device=rows.device)[:, None] * n
+    flat = [distances.flatten(0, 1), indices.flatten(0, 1), settled.flatten()]
+    for part in doubtful.split(max(1, TILE_CELLS // (sites * n)), dim=1):
+        own = wide.gather(1, part[:, :, None].expand(-1, -1, width))
+        bound = torch.baddbmm(free[:, None], own, wide.mT, alpha=-2)
+        bound.scatter_(2, part[:, :, None], torch.inf)
+        bound = torch.nn.functional.pad(bound, (0, -n % GROUP), value=torch.inf)
+        value, near = least(bound.flatten(0, 1), take)
+        value = value[:, -1] + size.gather(1, part).flatten()
+        at = (part + first).flatten()
+        d2, here = _measured(table, at, near + first.expand_as(part).reshape(-1, 1), k, 1.0)
+        sure = value >= d2[:, -1] * (1 - TIED) if take < n - 1 else torch.ones_like(value, dtype=torch.bool)
+        for whole, new in zip(flat, (d2.sqrt(), here % n, sure | flat[2][at]), strict=True):
+            whole.index_copy_(0, at, new)
     return [Found(*one) for one in zip(*(part.unflatten(0, (sites, n)) for part in flat), strict=True)]
 
 
@@ -146,26 +147,6 @@ def _prepared(
     size = torch.linalg.vector_norm(whole, dim=1).square_().mul_(1 - allowance)
     size[n:] = torch.inf
     return whole, size
-
-
-def _least(bound: Float[Tensor, "m p"], take: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
-    """The ``take`` smallest of each row, ascending, and where: they lie in the ``take`` groups of smallest minimum."""
-    m, columns = bound.shape
-    groups = bound.view(m, columns // GROUP, GROUP)
-    if groups.shape[1] <= 2 * take:
-        return _smallest(bound, take)
-    near = _smallest(groups.amin(dim=2), take)[1]
-    some = groups.gather(1, near[:, :, None].expand(-1, -1, GROUP)).flatten(1)
-    value, at = _smallest(some, take)
-    return value, near.gather(1, at // GROUP) * GROUP + at % GROUP
-
-
-def _smallest(values: Float[Tensor, "m c"], take: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
-    """The ``take`` smallest of each row, ascending, and where."""
-    if values.shape[1] > SORTED:
-        return values.topk(take, dim=1, largest=False, sorted=True)
-    ascending, at = values.sort(dim=1)
-    return ascending[:, :take], at[:, :take]
 
 
 def _measured(

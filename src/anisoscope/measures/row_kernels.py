@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -9,8 +12,11 @@ from torch import Tensor
 from anisoscope.kernels import kernels_of, on_its_device
 
 COLUMNS = 128  # entries of a row that a program takes at a time
-MEND_COLUMNS = 64
-BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 64, 128, 32  # of a product within a block
+DEPTH = 64  # products of rows in half precision take so many columns at a time
+TOP = 14  # the largest value in half precision is made less than two to this
+SHARES = 16  # of a site's rows whose columns are summed apart
+MEND_COLUMNS, MEND_DEPTH = 64, 32
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 64, 128, 64  # of a product within a run
 
 
 @on_its_device
@@ -28,6 +34,54 @@ def copies(
         rows, codes, order, copy, clash, n, width, **options
     )
     return copy, clash.any(dim=1)
+
+
+@dataclass(frozen=True)
+class ColumnSums:
+    """Of each site: sums of columns, float64, and the least and the largest entry."""
+
+    total: Float[Tensor, "s d"]
+    least: Float[Tensor, "s"]
+    most: Float[Tensor, "s"]
+
+
+@on_its_device
+def column_sums(rows: Float[Tensor, "s n d"], weights: Float[Tensor, "s n"] | None = None) -> ColumnSums:
+    """Sums of the columns of float32 rows, each times its weight where these are given, in one visit.
+
+    Entries that are not numbers make sums NaN; the least and the largest pass over them.
+    """
+    kernels, (sites, n, width), device = kernels_of("rows"), rows.shape, rows.device
+    share, blocks = -(-n // SHARES), -(-width // COLUMNS)
+    total = torch.empty(sites, SHARES, width, dtype=torch.float64, device=device)
+    ends = torch.empty(2, sites, SHARES, blocks, device=device)
+    kernels.column_sums[(blocks, SHARES, sites)](
+        rows, rows if weights is None else weights.contiguous(), total, *ends, n, width, share,
+        rows.stride(0), rows.stride(1), WEIGHTED=weights is not None, R=kernels.ROWS, K=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return ColumnSums(total.sum(dim=1), ends[0].amin(dim=(1, 2)), ends[1].amax(dim=(1, 2)))
+
+
+@dataclass(frozen=True)
+class CentredRows:
+    """Rows less a mean, their squared lengths, float64, and the lengths of the rows as they were."""
+
+    rows: Float[Tensor, "s n d"]
+    squares: Float[Tensor, "s n"]
+    lengths: Float[Tensor, "s n"]
+
+
+@on_its_device
+def centred(rows: Float[Tensor, "s n d"], mean: Float[Tensor, "s d"], dtype: torch.dtype) -> CentredRows:
+    """Float32 rows less the mean, rounded to a type after that, in one visit."""
+    kernels, (sites, n, width), device = kernels_of("rows"), rows.shape, rows.device
+    out = torch.empty(rows.shape, dtype=dtype, device=device)
+    squares, lengths = torch.empty(2, sites, n, dtype=torch.float64, device=device)
+    kernels.centre_rows[(-(-n // kernels.ROWS), sites)](
+        rows, mean.contiguous(), out, squares, lengths, n, width, rows.stride(0), rows.stride(1),
+        R=kernels.ROWS, K=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return CentredRows(out, squares, lengths)
 
 
 @on_its_device
@@ -49,26 +103,69 @@ def in_half(
     return half, squares, lost.amax(dim=1)
 
 
+@dataclass(frozen=True)
+class Ready:
+    """Shuffled rows in half precision, filled up to whole groups, and their shrunken squared lengths."""
+
+    half: Float[Tensor, "s p e"]
+    size: Float[Tensor, "s p"]
+    order: Int[Tensor, "n"]
+    factor: Float[Tensor, "s 1"]
+    """What rows were multiplied by, beyond ``scale``."""
+
+    @cached_property
+    def back(self) -> Int[Tensor, "n"]:
+        """Where each row stands."""
+        found = torch.empty_like(self.order)
+        found[self.order] = torch.arange(len(found), device=found.device)
+        return found
+
+    @classmethod
+    def of(cls, rows: Float[Tensor, "s n d"], scale: float, seed: int = 0) -> Ready:
+        """Of rows as they are; ``seed`` shuffles them, which changes no certain result."""
+        kernels = kernels_of("nearest")
+        (_, n, width), device = rows.shape, rows.device
+        padded, depth = -(-n // kernels.TILE) * kernels.TILE, -(-width // DEPTH) * DEPTH
+        order = torch.randperm(n, generator=torch.Generator(device).manual_seed(seed), device=device)
+        sums = column_sums(rows)
+        mean, least, most = sums.total / n, sums.least.double(), sums.most.double()
+        # At least as large as any entry once the mean is off.
+        largest = torch.maximum(most, -least) + mean.abs().amax(dim=1)
+        largest = torch.minimum(largest, most - least) * scale
+        factor = torch.ldexp(torch.ones_like(largest), TOP - torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
+        factor = factor[:, None]
+        half, squares, worst = in_half(rows, order, mean, factor[:, 0] * scale, padded, depth)
+        worst = worst[:, None]
+        # Rounding of the sum of a product of half-precision rows: tensor cores cut off where others round (factor two),
+        # with a margin of four; and of the few float32 operations after it.
+        gone = 4 * (depth + 16) * 2.0**-23
+        allowance = (2 * worst + worst.square() + gone) * (1 + worst).square() + 2.0**-20
+        size = (squares * (1 - allowance)).float()
+        size[:, n:] = kernels.FAR / 4
+        return cls(half, size, order, factor)
+
+
 @on_its_device
 def nearest_within(
-    rows: Float[Tensor, "s n d"], order: Int[Tensor, "s n"], blocks: int, strides: Int[Tensor, "s"],
+    rows: Float[Tensor, "s n d"], ready: Ready, order: Int[Tensor, "s n"], blocks: int, strides: Int[Tensor, "s"],
     lengths: Int[Tensor, "s"], most: int,
 ) -> Float[Tensor, "s b l two"]:  # fmt: skip
     """Distances to the two nearest rows of the same run, float64.
 
     Run b of a site is ``lengths`` rows, at most ``most``, from number ``b * strides`` of ``order`` on; places beyond
-    the length hold infinity. Rows that products in float32 leave in doubt are measured against all of their run.
+    the length hold infinity. ``ready`` are all rows in half precision, as they are and in units of one; rows that
+    products of these leave in doubt are measured against all of their run.
     """
     kernels, (sites, n, width), device = kernels_of("rows"), rows.shape, rows.device
-    # As ``neighbors_gpu.search`` for products of float32 in parts; the sums of squares are no worse.
-    allowance = 4 * ((3 * width + 16) * 2.0**-23 + 4 * 2.0**-20)
+    padded, depth = ready.half.shape[1:]
     out = torch.full((sites, blocks, most, 2), torch.inf, dtype=torch.float64, device=device)
     sure = torch.ones(sites, blocks, most, dtype=torch.bool, device=device)
     kernels.nearest_within[(-(-most // BLOCK_ROWS), sites * blocks)](
-        rows, order, rows.mean(dim=1), strides, lengths, out, sure, allowance, n, blocks, most, width,
-        R=BLOCK_ROWS, C=BLOCK_COLUMNS, K=BLOCK_DEPTH, num_warps=4,
+        rows, ready.half, ready.size, ready.back, ready.factor, order, strides, lengths, out, sure,
+        n, padded, blocks, most, width,
+        W=depth, T=kernels.CANDIDATES, R=BLOCK_ROWS, C=BLOCK_COLUMNS, K=BLOCK_DEPTH, num_warps=4, num_stages=3,
     )  # fmt: skip
     kernels.mend_within[(most, sites * blocks)](
-        rows, order, strides, lengths, out, sure, n, blocks, most, width, C=MEND_COLUMNS, K=BLOCK_DEPTH, num_warps=4
+        rows, order, strides, lengths, out, sure, n, blocks, most, width, C=MEND_COLUMNS, K=MEND_DEPTH, num_warps=4
     )
     return out.sqrt_()

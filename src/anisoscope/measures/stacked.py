@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from torch import Tensor
 
 from anisoscope.estimate import Estimate
 from anisoscope.kernels import kernels_of, kernels_run, on_its_device
-from anisoscope.measures import stacked_masked
+from anisoscope.measures import row_kernels, stacked_masked
 from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order, unless_biased
 from anisoscope.measures.later import beside, fetched, no_room, rejoined, side_stream
+from anisoscope.measures.row_kernels import CentredRows
 from anisoscope.measures.spectrum import GRAM_LIMIT
 from anisoscope.measures.stacked_spectra import Spectra, begin_spectra
 from anisoscope.measures.uncertainty import Bar, fields, spread_runs
@@ -53,10 +54,12 @@ def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: 
     if n <= max(width, 512) or width < 2 or rows[0].dtype != torch.float32:
         return lambda: [None] * len(rows)
     stack = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
-    table: dict[str, Tensor] = {"size": torch.stack(torch.aminmax(stack.flatten(1), dim=1)).abs().amax(dim=0)}
+    table = dict[str, Tensor]()
     spectral = any(name in names for name in ("spectral_ratio", "effective_rank", "isoscore"))
     wanted = spectral or "mean_cosine" in names
     sums = _Sums.of(stack, directions="mean_cosine" in names, exact="effective_rank" in names) if wanted else None
+    if sums is None:
+        table["size"] = torch.stack(torch.aminmax(stack.flatten(1), dim=1)).abs().amax(dim=0)
     later = None
     if sums is not None and any(name in names for name in ("spectral_ratio", "effective_rank")):
         # What is not finite would end the decomposition of all sites: such sites get the identity, and are left out.
@@ -98,6 +101,7 @@ class _Sums:
     """Of each site: covariance, its total, fourth powers of the radii, and centred rows for error bars."""
 
     n: int
+    size: Float[Tensor, "s"]
     mean: Float[Tensor, "s d"]
     covariance: Float[Tensor, "s d d"]
     total: Float[Tensor, "s"]
@@ -112,10 +116,10 @@ class _Sums:
         step = max(1, WIDE_CELLS // (n * width))
         parts = [_sums(some, directions=directions, exact=exact) for some in rows.split(step)]
         joined = {name: torch.cat([one[name] for one in parts]) for name in parts[0]}
-        mean, scatter, fourth, some = (joined.pop(name) for name in ("mean", "scatter", "fourth", "rows"))
+        size, mean, scatter, fourth, some = (joined.pop(name) for name in ("size", "mean", "scatter", "fourth", "rows"))
         covariance = scatter / (n - 1)
         total = covariance.diagonal(dim1=1, dim2=2).sum(dim=1)
-        return cls(n, mean, covariance, total, fourth, some, _cut(n)[0], joined)
+        return cls(n, size, mean, covariance, total, fourth, some, _cut(n)[0], joined)
 
     def means(self, influence: Float[Tensor, "s m"]) -> Float[Tensor, "s g"]:
         """Of each block of rows."""
@@ -124,8 +128,10 @@ class _Sums:
     def table(self) -> dict[str, Tensor]:
         """What is told of them."""
         square = self.covariance.square().sum(dim=(1, 2))
-        found = {"total": self.total, "square": square, "fourth": self.fourth, "mean": self.mean.abs().amax(dim=1)}
-        return found | self.cosines
+        return {
+            "size": self.size, "total": self.total, "square": square, "fourth": self.fourth,
+            "mean": self.mean.abs().amax(dim=1), **self.cosines,
+        }  # fmt: skip
 
 
 def _sums(rows: Float[Tensor, "s n d"], *, directions: bool, exact: bool) -> dict[str, Tensor]:
@@ -134,18 +140,41 @@ def _sums(rows: Float[Tensor, "s n d"], *, directions: bool, exact: bool) -> dic
     ``exact``: products in float64 at every width. Small singular values, which an effective rank counts in full, drown
     in the rounding of parts that tensor cores multiply.
     """
+    near = not exact and in_parts(rows.shape[2], rows.device)
+    visited = _visited_by_kernels if kernels_run(rows.device) else _visited
+    size, mean, centred, total = visited(rows, torch.float32 if near else torch.float64)
+    return (_cosines(rows, centred.lengths.float(), total()) if directions else {}) | {
+        "size": size,
+        "mean": mean,
+        "scatter": grams(centred.rows, exact=exact),
+        "fourth": centred.squares.square().sum(dim=1),
+        "rows": _runs(centred.rows).flatten(1, 2).float(),
+    }
+
+
+_Visited: TypeAlias = tuple[Tensor, Tensor, CentredRows, Callable[[], Tensor]]
+
+
+def _visited(rows: Float[Tensor, "s n d"], dtype: torch.dtype) -> _Visited:
+    """The largest entry of each site, the mean, the rows without it, and what gives the sum of unit rows."""
+    size = torch.stack(torch.aminmax(rows.flatten(1), dim=1)).abs().amax(dim=0)
     wide = rows.double()
-    found = _cosines(rows, wide) if directions else {}
+    length = torch.linalg.vector_norm(rows, dim=2)
+    total = (length.reciprocal().double()[:, None] @ wide)[:, 0]
     mean = wide.mean(dim=1)
     wide = wide.sub_(mean[:, None])
-    radius2 = torch.linalg.vector_norm(wide, dim=2).square_()
-    near = None if exact or not in_parts(rows.shape[2], rows.device) else wide.float()
-    return found | {
-        "mean": mean,
-        "scatter": grams(wide if near is None else near, exact=exact),
-        "fourth": radius2.square().sum(dim=1),
-        "rows": _runs(wide if near is None else near).flatten(1, 2).float(),
-    }
+    squares = torch.linalg.vector_norm(wide, dim=2).square_()
+    return size, mean, CentredRows(wide.to(dtype), squares, length.double()), lambda: total
+
+
+def _visited_by_kernels(rows: Float[Tensor, "s n d"], dtype: torch.dtype) -> _Visited:
+    """The same in three visits of the rows."""
+    rows = rows if rows.stride(2) == 1 else rows.contiguous()
+    sums = row_kernels.column_sums(rows)
+    mean = sums.total / rows.shape[1]
+    centred = row_kernels.centred(rows, mean, dtype)
+    size = torch.maximum(sums.most, -sums.least)
+    return size, mean, centred, lambda: row_kernels.column_sums(rows, centred.lengths.reciprocal()).total
 
 
 def _runs(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s g l d"]:
@@ -156,10 +185,10 @@ def _runs(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s g l d"]:
     return rows[:, : groups * stride].unflatten(1, (groups, stride))[:, :, :length]
 
 
-def _cosines(rows: Float[Tensor, "s n d"], wide: Float[Tensor, "s n d"]) -> dict[str, Tensor]:
+def _cosines(
+    rows: Float[Tensor, "s n d"], length: Float[Tensor, "s n"], total: Float[Tensor, "s d"]
+) -> dict[str, Tensor]:
     """Of ``mean_cosine``: the squared sum of unit rows, projections on it by block, and the spread of some cosines."""
-    length = torch.linalg.vector_norm(rows, dim=2)
-    total = (length.reciprocal().double()[:, None] @ wide)[:, 0]
     blocks, lengths = _runs(rows), _runs(length[:, :, None])[:, :, :, 0]
     along = (blocks @ total.float()[:, None, :, None])[:, :, :, 0] / lengths
     some = blocks[:, :, :: max(1, lengths[0].numel() // 256)].flatten(1, 2)

@@ -5,7 +5,7 @@ Copies are not taken out, which would need their number: they are marked, are no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from anisoscope.measures.found import Found
 from anisoscope.measures.later import beside, fetched, side_stream
 from anisoscope.measures.neighbors_fused import LEAST_ROWS, can_fuse, search_fused
 from anisoscope.measures.neighbors_gpu import mended, settle
+from anisoscope.measures.row_kernels import Ready
 from anisoscope.measures.stacked_neighbors import (
     WIDE_CELLS,
     begin_two_nn,
@@ -43,9 +44,7 @@ def begin(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | None]]:
     def finish() -> list[Estimate | None]:
         with beside(stream):
             here = fetched({name: torch.cat([one.table[name] for one in parts]) for name in parts[0].table})
-            each = [(one, place) for one in parts for place in range(len(one.rows))]
-            for site, (one, place) in enumerate(each):
-                one.make_certain(place, {name: value[site : site + 1] for name, value in here.items()})
+            _make_certain(parts, here)
             return _estimates(here, rows.shape[1])
 
     return finish
@@ -63,30 +62,59 @@ class _Searched:
     @classmethod
     def of(cls, rows: Float[Tensor, "s n d"]) -> _Searched:
         copy, clash = row_kernels.copies(rows, copy_weights(rows.shape[2], str(rows.device)))
-        found = mended(rows, 2, search_fused(rows, 2, 1.0, left_out=copy), copy)
-        near, far = torch.stack([one.distances for one in found]).unbind(dim=2)
+        ready = Ready.of(rows, 1.0)
+        found = search_fused(rows, 2, 1.0, left_out=copy, ready=ready)
         kept = (~copy).sum(dim=1)
-        ratios = (far / near).log().masked_fill_(copy, torch.inf).sort(dim=1).values
-        table = {
-            "kept": kept,
-            "clash": clash,
-            "sums": _slope_sums(ratios, kept),
-            "least": near.masked_fill(copy, torch.inf).amin(dim=1),
-            "unsettled": torch.stack([(~one.settled).sum() for one in found]),
-            "bars": _subsamples(rows, copy, kept),
-        }
-        return cls(rows, copy, found, table)
+        bars = _subsamples(rows, ready, copy, kept)
+        return cls(rows, copy, found, {"kept": kept, "clash": clash, **_fitted(found, copy), "bars": bars})
 
-    def make_certain(self, place: int, here: dict[str, np.ndarray]) -> None:
-        """Put right what was not certain of a site, of few rows as a rule; ``here`` is brought up to date in place."""
-        if here["kept"][0] < LEAST_ROWS or not here["unsettled"][0] or not np.isfinite(here["sums"]).all():
-            return
+    def again(self, places: Sequence[int], most: int) -> _Searched:
+        """Some of these sites, of which at most so many rows each are not certain, with those searched in float64."""
+        rows, copy = (one if len(places) == len(one) else one[list(places)] for one in (self.rows, self.copy))
+        found = mended(rows, 2, [self.found[place] for place in places], copy, most)
+        return _Searched(rows, copy, found, _fitted(found, copy))
+
+    def settled(self, place: int) -> dict[str, Tensor]:
+        """The same of one site, all of it certain."""
         kept, one = (~self.copy[place]).nonzero().reshape(-1), self.found[place]
         # Places of neighbours are those among all rows; nothing here asks for them.
         left = Found(one.distances[kept], one.indices[kept], one.settled[kept])
-        certain = settle(self.rows[place][kept], 2, 1.0, left)
-        for name, value in fetched(fitted(certain.distances[None])).items():
-            here[name][0] = value[0]
+        return fitted(settle(self.rows[place][kept], 2, 1.0, left).distances[None])
+
+
+def _make_certain(parts: Sequence[_Searched], here: dict[str, np.ndarray]) -> None:
+    """Put right what was not certain, of all sites with one more question; ``here`` is brought up to date in place."""
+    usable = (here["kept"] >= LEAST_ROWS) & np.isfinite(here["sums"]).all(axis=1)
+    first, again, sites = 0, list[_Searched](), list[int]()
+    for one in parts:
+        some = first + np.arange(len(one.rows))
+        some = some[usable[some] & (here["unsettled"][some] > 0)]
+        if len(some):
+            again.append(one.again((some - first).tolist(), int(here["unsettled"][some].max())))
+            sites += some.tolist()
+        first += len(one.rows)
+    if not again:
+        return
+    better = fetched({name: torch.cat([one.table[name] for one in again]) for name in again[0].table})
+    for name, value in better.items():
+        here[name][sites] = value
+    # Rows with many neighbours as near as each other to all digits, and what was not finite before.
+    each = [(one, place) for one in again for place in range(len(one.rows))]
+    for site, (one, place) in zip(sites, each, strict=True):
+        if here["unsettled"][site]:
+            for name, value in fetched(one.settled(place)).items():
+                here[name][site] = value[0]
+
+
+def _fitted(found: Sequence[Found], copy: Bool[Tensor, "s n"]) -> dict[str, Tensor]:
+    """Sums behind the slope of each site, the least distance, and how many rows are not certain."""
+    near, far = torch.stack([one.distances for one in found]).unbind(dim=2)
+    ratios = (far / near).log().masked_fill_(copy, torch.inf).sort(dim=1).values
+    return {
+        "sums": _slope_sums(ratios, (~copy).sum(dim=1)),
+        "least": near.masked_fill(copy, torch.inf).amin(dim=1),
+        "unsettled": torch.stack([(~one.settled).sum() for one in found]),
+    }
 
 
 def _slope_sums(ratios: Float[Tensor, "r l"], kept: Int[Tensor, "r"]) -> Float[Tensor, "r two"]:
@@ -100,7 +128,7 @@ def _slope_sums(ratios: Float[Tensor, "r l"], kept: Int[Tensor, "r"]) -> Float[T
 
 
 def _subsamples(
-    rows: Float[Tensor, "s n d"], copy: Bool[Tensor, "s n"], kept: Int[Tensor, "s"]
+    rows: Float[Tensor, "s n d"], ready: Ready, copy: Bool[Tensor, "s n"], kept: Int[Tensor, "s"]
 ) -> Float[Tensor, "s b three"]:
     """The same sums of disjoint runs of the rows that are no copies, and the least distance met in each. Runs are those
     of ``cut`` for SUBSAMPLES runs, which LEAST_ROWS rows have."""
@@ -108,7 +136,7 @@ def _subsamples(
     strides = (kept // SUBSAMPLES).int()
     lengths = strides.clamp_max(SUBSAMPLE_ROWS)
     most = min(SUBSAMPLE_ROWS, rows.shape[1] // SUBSAMPLES)
-    distances = row_kernels.nearest_within(rows, order, SUBSAMPLES, strides, lengths, most)
+    distances = row_kernels.nearest_within(rows, ready, order, SUBSAMPLES, strides, lengths, most)
     near, far = distances.flatten(0, 1).unbind(dim=2)
     real = torch.arange(most, device=rows.device) < lengths.repeat_interleave(SUBSAMPLES)[:, None]
     ratios = (far / near).log().masked_fill_(~real, torch.inf).sort(dim=1).values
