@@ -174,12 +174,12 @@ def test_a_recording_that_keeps_too_much_is_not_kept():
 
 
 def test_the_bound_is_for_all_of_them_together_and_counts_their_buffers():
-    budget = graphs._Budget()
+    budget, one = graphs._Budget(), torch.ones(4)
     first, second = Again(kept_bytes=graphs.KEPT_BYTES // 2 + 1), Again(kept_bytes=graphs.KEPT_BYTES // 2 + 1)
     for recorder in (first, second):
         graphed = Graphed(summed, recorder, budget)
         for seed in range(4):
-            graphed(*pair(seed), held=(torch.ones(4),) if recorder is second else ())
+            graphed(*pair(seed), held=(one,) if recorder is second else ())
     assert (first.replayed, second.replayed) == (2, 0)
     assert budget.spent == graphs.KEPT_BYTES // 2 + 1 + 2 * 3 * 4 * 4
 

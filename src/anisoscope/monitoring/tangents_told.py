@@ -159,7 +159,7 @@ def told_by_type(found: Mapping[str, np.ndarray], types: Types, layout: Layout) 
     """``TangentAnalysis._by_type`` of all sites, None where sums are not finite or nothing varies."""
     own, overall = ([(name, where) for where in layout.labels] for name in ("own_distance", "global_distance"))
     sums, drawn = found["sums"], found["drawn"]
-    ordinary = np.isfinite(sums).all(axis=(0, 2)) & np.isfinite(drawn[1, :, :, 0]).all(axis=0)
+    ordinary = np.isfinite(drawn[1, :, :, 0]).all(axis=0)
     if not ordinary.any():
         return [None] * len(ordinary)
     if not ordinary.all():
