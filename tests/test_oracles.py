@@ -778,6 +778,24 @@ def test_a_registered_measure_stands_beside_the_others():
         an.unregister("largest_norm")
 
 
+def test_a_registered_measure_may_ask_for_gradients_inside():
+    """Where all measures are the package's own none are kept, which would leave this one without."""
+    rows = torch.from_numpy(draw("generic", 0))
+
+    @an.register("steepest", an.Needs(points=True))
+    def steepest(work):
+        at = work.points("keep").rows.clone().requires_grad_()
+        at.square().sum().backward()
+        return an.Estimate(value=float(at.grad.abs().max()), stderr=None, n=work.n, method="gradient")
+
+    try:
+        found = an.measure(rows, ["steepest", "two_nn"])
+    finally:
+        an.unregister("steepest")
+    agree(found["steepest"], 2 * float(rows.abs().max()), EXACT)
+    assert found["two_nn"] == an.measure(rows, "two_nn")["two_nn"]
+
+
 @pytest.mark.parametrize("n", [12, 200])
 def test_eigenvalues_are_those_of_the_covariance_itself(n):
     """Ratios of eigenvalues forgive a common factor; whoever reads the spectrum does not."""

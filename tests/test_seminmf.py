@@ -236,6 +236,19 @@ def test_rows_beyond_one_part_are_swept_with_it_and_summed_apart(monkeypatch, se
     assert torch.allclose(joined.codes, apart.codes, atol=1e-4 * float(apart.codes.max()))
 
 
+def test_threads_keep_nothing_for_gradients_where_the_caller_does_not(seed):
+    rows, cores = torch.randn(2500, 20, generator=torch.Generator().manual_seed(seed)), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with torch.inference_mode():
+            found = fit_seminmf(rows, 20, seed=seed, max_iter=3, momentum=0.5)
+        plain = fit_seminmf(rows, 20, seed=seed, max_iter=3, momentum=0.5)
+    finally:
+        torch.set_num_threads(cores)
+    assert found.concepts.is_inference() and not plain.concepts.is_inference()
+    assert torch.equal(found.concepts, plain.concepts) and torch.equal(found.codes, plain.codes)
+
+
 @pytest.mark.parametrize("rank", [5, 37])
 def test_what_was_swept_before_in_the_same_memory_leaves_no_trace(rank, seed):
     draw = torch.Generator().manual_seed(seed)

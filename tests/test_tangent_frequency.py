@@ -36,6 +36,21 @@ def basis():
     return torch.linalg.qr(torch.randn(WIDTH, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).Q
 
 
+@pytest.mark.parametrize("kind", ["pearson", "spearman"])
+def test_what_is_kept_of_one_side_serves_the_same_numbers_alone(kind, seed):
+    """Against the other order of the two sides, of which nothing is kept from the call before."""
+    draw = torch.Generator().manual_seed(seed)
+    one, two, y = (torch.randn(30, generator=draw, dtype=torch.float64).mul_(3).round_() for _ in range(3))
+    with torch.inference_mode():  # what is kept there serves outside too
+        first = correlation(one, y, kind, bootstraps=50)
+    assert correlation(one, y, kind, bootstraps=50) == first
+    for x in (two, one):
+        found, turned = (correlation(*pair, kind, bootstraps=50) for pair in ((x, y), (y, x)))
+        assert found.value == pytest.approx(turned.value, abs=1e-12)
+        assert found.stderr == pytest.approx(turned.stderr, rel=1e-9)
+    assert correlation(two, y, kind, bootstraps=50).stderr != first.stderr
+
+
 def test_distances_are_the_slow_ones(seed):
     _, rows, ids, _ = case(seed)
     own, overall = centroid_distances(rows, ids)

@@ -130,6 +130,16 @@ def test_matrices_have_a_share_each():
     assert analysis(view, gradients=("reader", "writer")).needs == ("activation", "signal", "writer")
 
 
+def test_nothing_kept_for_gradients_is_the_same_to_the_bit_and_leaves_ordinary_tensors_behind():
+    view, later = look(along=1.0), look(5, along=1.0, seed=1)
+    quick, plain = (analysis(view, proxies=("seminmf", "pca")) for _ in range(2))
+    assert quick(view) == plain._told(view)
+    assert quick(later) == plain._told(later), "a warm start from what was fitted so"
+    kept = quick.state()
+    assert kept.keys() == plain.state().keys() and not any(one.is_inference() for one in kept.values())
+    assert all(torch.equal(kept[name], one) for name, one in plain.state().items())
+
+
 def test_drift_and_warm_starts_go_on_from_a_saved_state():
     views = [look(step, seed=step) for step in (0, 1, 2)]
     straight = analysis(views[0], proxies=("seminmf", "pca"))

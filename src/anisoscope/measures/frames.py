@@ -15,6 +15,7 @@ from anisoscope.errors import DegenerateError, OptionError, TooFewRowsError
 from anisoscope.measures.base import Duplicates, Needs, Workspace
 from anisoscope.measures.search import neighbors_of
 from anisoscope.rows import as_rows
+from anisoscope.stats.precision import as_here
 
 BATCH_NUMBERS = (1 << 23, 1 << 20)  # numbers gathered at a time; on the CPU so few that they stay in cache
 
@@ -123,7 +124,7 @@ def local_frames(
     parts = [slice(at, at + few) for at in range(0, count, few)]
     # One core for each worker: matrices this small only lose time by being shared among cores.
     with ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        list(pool.map(fill, parts))
+        list(pool.map(as_here(fill), parts))
     return LocalFrames(tangents, variances, scores, found)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
+
+from torch import Tensor
 
 from anisoscope.axes import MaskLike, RowsLike
 from anisoscope.errors import unknown_name
@@ -14,6 +17,9 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures import anisotropy, curvature, dimension, local, partition, paths  # noqa: F401
 from anisoscope.measures.base import Measure, Needs, Workspace, compute, lookup, registered
 from anisoscope.rows import as_rows
+from anisoscope.stats.precision import unrecorded
+
+OWN = __name__.partition(".")[0] + "."
 
 
 def measure_names() -> tuple[str, ...]:
@@ -49,8 +55,11 @@ def measure(
     for entry, options in chosen:
         _check_options(entry, options)
         needs = needs | entry.needs(**options)
-    work = Workspace(as_rows(rows, mask), needs, seed)
-    return Table((entry.name, compute(entry, work, options)) for entry, options in chosen)
+    # A measure of the user's own may want gradients inside.
+    own = all(entry.compute.__module__.startswith(OWN) for entry, _ in chosen)
+    with unrecorded(rows.device) if own and isinstance(rows, Tensor) else nullcontext():
+        work = Workspace(as_rows(rows, mask), needs, seed)
+        return Table((entry.name, compute(entry, work, options)) for entry, options in chosen)
 
 
 def _check_options(entry: Measure, options: Mapping[str, Any]) -> None:

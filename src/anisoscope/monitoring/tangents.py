@@ -22,6 +22,7 @@ from anisoscope.monitoring.tangents_together import STACKED, Prepared, alike, be
 from anisoscope.monitoring.views import MapView, Name, SiteView
 from anisoscope.runs.records import Curve
 from anisoscope.stats.moments import Moments
+from anisoscope.stats.precision import unrecorded
 from anisoscope.tangent.anisotropy import anisotropy_share, unit_covariance
 from anisoscope.tangent.controls import check_complement, control_bases
 from anisoscope.tangent.crossed import CrossedTest, crossed_tests
@@ -110,6 +111,10 @@ class TangentAnalysis:
 
     def __call__(self, view: SiteView) -> Mapping[Name, Result]:
         """All results at one site."""
+        with unrecorded(view.x.device):
+            return self._told(view)
+
+    def _told(self, view: SiteView) -> Mapping[Name, Result]:
         if view.g is None:
             raise SiteError(f"site {view.site!r} {view.no_gradient or 'gave no gradient'}")
         halves = Halves.of(view.sequences, self.seed, view.x.device)
@@ -179,9 +184,9 @@ class TangentAnalysis:
         for (site, kind, half), tracker in self._trackers.items():
             if tracker.proxy is not None:
                 place = f"{site}/{kind}/{half}/{tracker.step}"
-                found[f"{place}/basis"] = tracker.proxy.basis.cpu().contiguous()
+                found[f"{place}/basis"] = tracker.proxy.basis.cpu().clone(memory_format=torch.contiguous_format)
                 if isinstance(tracker.proxy.state, Tensor):
-                    found[f"{place}/state"] = tracker.proxy.state.cpu().contiguous()
+                    found[f"{place}/state"] = tracker.proxy.state.cpu().clone(memory_format=torch.contiguous_format)
         return found
 
     def restore(self, state: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:

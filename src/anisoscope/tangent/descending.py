@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from anisoscope.stats.precision import as_here
 from anisoscope.tangent.descent import (
     Scratch,
     against,
@@ -383,6 +384,6 @@ def _side_by_side(a_ND: Tensor, rank: int) -> Iterator[tuple[Parts, Each]]:
             yield rows, lambda act: [act(at) for at in range(len(rows))]
             return
         with ThreadPoolExecutor(min(cores, len(rows)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield rows, lambda act: list(pool.map(act, range(len(rows))))
+            yield rows, lambda act: list(pool.map(as_here(act), range(len(rows))))
     finally:
         torch.set_num_threads(cores)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -222,10 +222,9 @@ def correlation(
     x, y = x.double(), y.double()
     if not float((x - x.mean()).abs().max()) > 0 or not float((y - y.mean()).abs().max()) > 0:
         raise DegenerateError("one side of the correlation is constant")
-    value = float(_weighted(x, y, torch.ones(1, t, dtype=torch.float64, device=x.device), kind)[0])
-    blocks = _kept_weights(t, bootstraps, seed) if t * bootstraps <= KEPT_CELLS else _weights(t, bootstraps, seed)
-    drawn = [_weighted(x, y, weights.to(x.device), kind) for weights in blocks]
-    spread = torch.cat(drawn)
+    once = torch.ones(1, t, dtype=torch.float64, device=x.device)
+    value = float(_correlated(_Side.of(x, once, kind), y, once, kind)[0])
+    spread = torch.cat([_correlated(side, y, weights, kind) for side, weights in _sides(x, kind, bootstraps, seed)])
     spread = spread[torch.isfinite(spread)].clamp(-1 + 1e-12, 1 - 1e-12)  # a draw of one point alone has no r
     bar, parts = None, {}
     if len(spread) >= bootstraps / 2 and abs(value) < 1 - 1e-12:
@@ -255,19 +254,58 @@ def _kept_weights(t: int, bootstraps: int, seed: int) -> tuple[Float[Tensor, "b 
     return tuple(_weights(t, bootstraps, seed))
 
 
-def _weighted(x: Tensor, y: Tensor, weights: Float[Tensor, "b t"], kind: str) -> Float[Tensor, "b"]:
+@dataclass(frozen=True)
+class _Side:
+    """One side of a correlation under each weighting of the pairs: weighted deviations, and the sum of their squares.
+
+    Nobody writes into it.
+    """
+
+    weighted: Float[Tensor, "b t"]
+    square: Float[Tensor, "b"]
+
+    @classmethod
+    def of(cls, values: Float[Tensor, "t"], weights: Float[Tensor, "b t"], kind: str) -> _Side:
+        a = _deviations(values, weights, kind)
+        weighted = weights * a
+        return cls(weighted, (weighted * a).sum(dim=1))
+
+
+def _sides(
+    x: Float[Tensor, "t"], kind: str, bootstraps: int, seed: int
+) -> Iterable[tuple[_Side, Float[Tensor, "b t"]]]:
+    """One side of a correlation in all bootstrap samples, and the weights of these, a block at a time."""
+    if len(x) * bootstraps > KEPT_CELLS:
+        return ((_Side.of(x, w, kind), w) for w in (w.to(x.device) for w in _weights(len(x), bootstraps, seed)))
+    weights = [w.to(x.device) for w in _kept_weights(len(x), bootstraps, seed)]
+    if not x.is_cpu:
+        return ((_Side.of(x, w, kind), w) for w in weights)
+    return zip(_kept_sides(x.numpy().tobytes(), kind, bootstraps, seed), weights, strict=True)
+
+
+@lru_cache(maxsize=4)
+def _kept_sides(x: bytes, kind: str, bootstraps: int, seed: int) -> tuple[_Side, ...]:
+    """A side by its numbers, kept: log counts are the same at every site of every look."""
+    values = torch.frombuffer(bytearray(x), dtype=torch.float64)
+    return tuple(_Side.of(values, w, kind) for w in _kept_weights(len(values), bootstraps, seed))
+
+
+def _correlated(side: _Side, y: Tensor, weights: Float[Tensor, "b t"], kind: str) -> Float[Tensor, "b"]:
     """The correlation of each weighting of the pairs (bootstrap counts); NaN where a side is constant."""
-    total = weights.sum(dim=1, keepdim=True)
-    a, b = (x[None], y[None]) if kind == "pearson" else (_mid_ranks(x, weights), _mid_ranks(y, weights))
-    a = a - (weights * a).sum(dim=1, keepdim=True) / total
-    b = b - (weights * b).sum(dim=1, keepdim=True) / total
-    weighted = weights * a
-    cross = (weighted * b).sum(dim=1)
-    return cross / (weighted.mul_(a).sum(dim=1) * (weights * b).mul_(b).sum(dim=1)).sqrt()
+    b = _deviations(y, weights, kind)
+    cross = (side.weighted * b).sum(dim=1)
+    return cross / (side.square * (weights * b).mul_(b).sum(dim=1)).sqrt()
+
+
+def _deviations(values: Float[Tensor, "t"], weights: Float[Tensor, "b t"], kind: str) -> Float[Tensor, "b t"]:
+    """Values or their ranks, less their mean under each weighting."""
+    found = values[None] if kind == "pearson" else _mid_ranks(values, weights)
+    return found - (weights * found).sum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)
 
 
 def _mid_ranks(values: Float[Tensor, "t"], weights: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
     """Ranks inside each bootstrap sample, ties at the middle of the places they share."""
     distinct, place = values.unique(return_inverse=True)
     mass = weights.new_zeros(len(weights), len(distinct)).index_add_(1, place, weights)
-    return mass.cumsum(dim=1).sub_(mass / 2)[:, place]
+    # gather takes a third of the time of an index along the last axis
+    return mass.cumsum(dim=1).sub_(mass, alpha=0.5).gather(1, place.expand_as(weights))

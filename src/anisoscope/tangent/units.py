@@ -49,13 +49,17 @@ class Units:
 
 def jackknife(top: Float[Tensor, "g"], bottom: Float[Tensor, "g"], over: str) -> Bar | None:
     """The error bar of ``sum(top) / sum(bottom)`` from leaving out each unit in turn; None for fewer than three."""
-    total, used = bottom.sum(), bottom > 0
-    count = int(used.sum())  # units without energy (padding alone) say nothing and are no degrees of freedom
-    if count < FEWEST or bool(bottom.max() >= total * (1 - 1e-12)):
+    if len(bottom) < FEWEST:
         return None
-    tops, bottoms = (top, bottom) if count == len(bottom) else (top[used], bottom[used])
-    without = (top.sum() - tops) / (total - bottoms)
-    variance = (count - 1) / count * float((without - without.mean()).square().sum())
+    total, told = bottom.sum(), bottom.detach().cpu().numpy()  # which answers small questions sooner than torch
+    # Units without energy (padding alone) say nothing and are no degrees of freedom.
+    count = int(np.count_nonzero(told > 0))
+    if count < FEWEST or told.max() >= float(total) * (1 - 1e-12):
+        return None
+    used = bottom > 0 if count < len(told) else None
+    tops, bottoms = (top, bottom) if used is None else (top[used], bottom[used])
+    without = (top.sum() - tops).div_(total - bottoms)
+    variance = (count - 1) / count * float(without.sub_(without.mean()).square_().sum())
     return Bar(math.sqrt(variance), count - 1, over)
 
 

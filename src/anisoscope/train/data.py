@@ -103,13 +103,13 @@ class TrainingData:
             order = _order(seed, int(one), len(self.starts))
             order = order if self.frequency is None else self.frequency.windows(order, int(one), seed)
             starts[rounds == one] = self.starts[order[places[rounds == one]]]
-        found = self._sequences(starts, objective, np.random.default_rng([MASKS, seed, step]))
+        found = self._sequences(starts, objective, [MASKS, seed, step])
         weights = None if self.frequency is None else self.frequency.weights(found.targets, step, seed)
         return found if weights is None else replace(found, weights=weights)
 
     def validation(self, sequences: int, objective: str) -> Sequences:
         """Held-out windows, at most so many; the same ones, masked the same way, for every model and seed."""
-        return self._sequences(self.held_out[:sequences], objective, np.random.default_rng([HELD_OUT_MASKS]))
+        return self._sequences(self.held_out[:sequences], objective, [HELD_OUT_MASKS])
 
     def probe(self, sequences: int) -> Batch:
         """Held-out windows as a batch to look at, at most so many; taken from the other end than those of validation.
@@ -131,11 +131,12 @@ class TrainingData:
         plan = plan_frequency(spec, targets, self.vocab_size)
         return replace(self, frequency=plan if self.language is None else known_exponent(plan, self.language))
 
-    def _sequences(self, starts: Int[np.ndarray, "b"], objective: str, random: np.random.Generator) -> Sequences:
+    def _sequences(self, starts: Int[np.ndarray, "b"], objective: str, masks: list[int]) -> Sequences:
+        """Windows that begin there; ``masks`` is what a generator for them is seeded with, made only where asked."""
         at_BT = torch.from_numpy(starts)[:, None] + torch.arange(self.sequence_length)
         ids = self.stream[at_BT].long()
         if objective == "masked":
-            return mask_tokens(ids, self.mask_id, random)
+            return mask_tokens(ids, self.mask_id, np.random.default_rng(masks))
         targets = torch.full_like(ids, IGNORED)
         targets[:, :-1] = ids[:, 1:]
         return Sequences(ids, targets)
