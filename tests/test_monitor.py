@@ -35,6 +35,7 @@ from anisoscope.monitor import DEFAULT_MEASURES, GRADIENT_MEASURES, Monitor
 from anisoscope.monitoring.looks import Plan, _Tokens
 from anisoscope.monitoring.measuring import begin_slice, norm_of_squares
 from anisoscope.monitoring.stacking import Stacked
+from anisoscope.monitoring.untouched import untouched
 from anisoscope.monitoring.views import SiteView
 from anisoscope.runs.records import Curve
 from anisoscope.runs.store import RunReader, RunWriter
@@ -927,3 +928,25 @@ def test_what_is_known_of_a_probe_is_that_of_its_own_tokens():
     assert _Tokens.of(plan, [one, two], loss).measured == 2 * first.measured
     masked = _Tokens.of(plan, [one], MaskedLoss(mask_id=0))
     assert masked.weights != first.weights, "how many tokens a loss predicts is the loss's own"
+
+
+def test_modes_of_modules_are_their_own_again_whoever_sets_them():
+    class Minding(torch.nn.Linear):
+        """Knows when its mode is set."""
+
+        def __setattr__(self, name, value):
+            if name == "training":
+                self.__dict__.setdefault("seen", []).append(value)
+            super().__setattr__(name, value)
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Minding(2, 2), torch.nn.Sequential(torch.nn.Dropout()))
+    model.train()
+    model[0].eval()
+    before, told = [one.training for one in model.modules()], len(model[1].seen)
+    for _ in range(2):
+        with untouched(model):
+            assert not any(one.training for one in model.modules())
+            model[2].train()  # such as a hook of the user's own
+            model[0].train()
+        assert [one.training for one in model.modules()] == before
+    assert model[1].seen[told:] == [False, True] * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -73,12 +73,22 @@ def uncollected() -> Iterator[None]:
 def _modes(model: nn.Module) -> Iterator[None]:
     """Each module's own mode again afterwards: parts of a model may differ in it, and ``train()`` would not know."""
     before = [(module, module.training) for module in model.modules()]
-    for module, _ in before:
-        module.training = False
+    _set_modes((module, False) for module, _ in before)
     try:
         yield
     finally:
-        for module, mode in before:
+        _set_modes(before)
+
+
+def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Put modules into modes, those that are not in them already."""
+    for module, mode in modes:
+        if module.training is mode:
+            continue
+        # Of all that a module does on setting an attribute, a mode needs the last step alone.
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            object.__setattr__(module, "training", mode)
+        else:
             module.training = mode
 
 
