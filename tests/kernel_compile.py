@@ -15,7 +15,7 @@ STRIDES = {"site_stride": "i64", "row_stride": "i32"}
 COLUMNS = {"share": "i32", "weights": "*fp64", "total": "*fp64", "most": "*fp32", **STRIDES}
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
 TRIDIAGONAL = {
-    tridiagonal.reduce_panel: {"PP": 16, "K": tridiagonal.PANEL, "W": 2048, "R": 4, "B": 64},
+    tridiagonal.reduce_panel: {"PP": 16, "K": tridiagonal.PANEL, "W": 2048, "R": 4, "B": 64, "STAGES": 1},
     tridiagonal.bisect: {"HALVINGS": 55, "G": tridiagonal.GROUP, "B": 64},
     tridiagonal.factor_shifted: {"N": 36, "B": 64},
     tridiagonal.sum_forms: {"N": 36, "B": 128},

@@ -113,7 +113,7 @@ def sums():
     """Sums of sites by kernels beside the plain ones, for a width and a number that fill no program; the second site
     is far from the origin, and no site lies next to the one before it."""
     row_kernels.SHARES = 3  # the interpreter is slow
-    rows = torch.stack([draw(250, 150), draw(250, 150), draw(250, 150, seed=1) + 40])[::2]
+    rows = torch.stack([draw(250, 150) - 1, draw(250, 150), draw(250, 150, seed=1) + 40])[::2]
     error, near = dict[str, float](), dict[str, float]()
     for dtype, out in ((torch.float64, error), (torch.float32, near)):
         one, two = (

@@ -60,8 +60,11 @@ def covariances(many, width, seed=0, steep=4.0):
     return rows.mT @ rows / (3 * width), rows
 
 
-def test_plain_forms_are_those_of_a_library(seed):
-    a, _ = covariances(3, 150, seed)  # more than one product of reflectors
+@pytest.mark.parametrize("size", [50, 64, 200])
+def test_plain_forms_are_those_of_a_library(seed, size, monkeypatch):
+    """With products of reflectors that are all full, that are not, and with one that never is."""
+    monkeypatch.setattr(tridiagonal, "WY", size)
+    a, _ = covariances(3, 150, seed)
     t = reduced(a)
     dense = torch.diag_embed(t.diagonal) + torch.diag_embed(t.off, 1) + torch.diag_embed(t.off, -1)
     torch.testing.assert_close(t.q.mT @ a @ t.q, dense, rtol=0, atol=1e-13)

@@ -138,7 +138,7 @@ def main():
     result["lost"] += [bool(torch.isnan(lost).all())]
 
     # Programs that share a matrix, several shares; and a matrix that fills its tile.
-    tridiagonal.SHARE = 16
+    tridiagonal.SHARE, tridiagonal.TILE_STAGES = 16, 3
     full = torch.stack([covariance(32, 4), covariance(32, 5, steep=3)], dim=2).permute(2, 0, 1)  # not row by row
     result["full"] = errors(reduced(full, 1), full)
     kernels = kernels_of("tridiagonal")

@@ -154,20 +154,29 @@ def _earlier_columns(v, w, sums, n, S, P, done, PP: tl.constexpr, K: tl.constexp
 @triton.jit
 def _share_of_product(
     a, x, across, down, forms, coming, x_c, x_r, scale, begin, blocks, own, room, S, P, done,
-    W: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program's blocks of rows times the reflector: what is below the diagonal counts for both its places.
 
-    ``coming`` is the first tile, ``x_c`` and ``x_r`` what belongs to it.
+    ``coming`` is the first tile, ``x_c`` and ``x_r`` what belongs to it. With STAGES tiles after it are on their way in
+    shared memory, so many of them less one; without, one is, in registers. ``a`` does not change while a panel is
+    reduced; the column does, and its entries must not come from a cache of the processor's own.
     """
     c = tl.arange(0, W)
     v_c = tl.where(c > done + 1, x_c * scale, tl.where(c == done + 1, 1.0, 0.0))
     below = tl.zeros((W,), dtype=tl.float64)
     form = tl.zeros((R,), dtype=tl.float64)
-    for block in range(begin, blocks, P):
-        tile, r = coming, block * R + tl.arange(0, R)
+    for block in tl.range(begin, blocks, P, num_stages=STAGES):
+        r = block * R + tl.arange(0, R)
         v_r = tl.where(r > done + 1, x_r * scale, tl.where(r == done + 1, 1.0, 0.0))
-        coming = _tile(a, block + P, blocks, c, S, R)
+        if STAGES > 1:
+            tile = tl.load(
+                a + block * R * S + tl.arange(0, R)[:, None] * S + c[None, :],
+                mask=(c < block * R + R)[None, :], other=0.0,
+            )  # fmt: skip
+        else:
+            tile = coming
+            coming = _tile(a, block + P, blocks, c, S, R)
         x_r = _entries(x, block + P, blocks, R)
         along = tl.sum(tile * v_c[None, :], axis=1)
         # All of the square on the diagonal has been counted.
@@ -181,7 +190,7 @@ def _share_of_product(
 @triton.jit(do_not_specialize=["D", "columns", "met", "P"])
 def reduce_panel(
     a, pairs, diagonal, off, taus, x, across, down, sums, squares, forms, counter, D, S, first, columns, met, P,
-    PP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    PP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, R: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Columns from ``first`` on of matrices ``a`` to tridiagonal form, as LAPACK's dlatrd; ``P`` programs a matrix.
 
@@ -243,7 +252,7 @@ def reduce_panel(
                 tl.store(off + done, beta)
                 tl.store(taus + done, tau)
             _share_of_product(
-                a, x, across, down, forms, coming, x_c, x_r, scale, begin, blocks, own, room, S, P, done, W, R
+                a, x, across, down, forms, coming, x_c, x_r, scale, begin, blocks, own, room, S, P, done, W, R, STAGES
             )  # fmt: skip
             _arrive(counter)
             _wait(counter, P * (met + 2 * done + 2))

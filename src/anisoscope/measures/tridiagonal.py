@@ -23,6 +23,7 @@ LEAST_WIDTH = 256  # below it a library's decomposition is about as fast
 LEAST_MATRICES = 4  # one matrix alone is better left to a library
 
 TILE_WIDTHS, TILE_ROWS = (1024, 2048), 4  # of a matrix that a program holds at a time, and as much is on its way
+TILE_STAGES = 1  # more: tiles on their way are kept in shared memory, so many
 SHARE = 64  # a program's share of a column is a multiple of it
 WARPS = 8
 FEW_PROGRAMS, MOST_PROGRAMS = 16, 32  # that share a matrix: kernels are made for the one or the other
@@ -65,15 +66,20 @@ class Tridiagonal:
     taus: Float[Tensor, "m d"]
 
     @cached_property
-    def _factors(self) -> list[tuple[int, Float[Tensor, "m k l"], Float[Tensor, "m k k"]]]:
-        """Products of ``WY`` reflectors each, ``I - V^T F V``: where they start, V and F."""
-        found, width = [], self.reflectors.shape[1]
-        for first in range(0, width, WY):
-            vectors = self.reflectors[:, first : first + WY, first:]
-            tau = self.taus[:, first : first + WY]
-            inner = torch.triu(vectors @ vectors.mT, diagonal=1) * tau[:, :, None]
-            small = torch.linalg.solve_triangular(inner, torch.diag_embed(tau), upper=True, unitriangular=True)
-            found.append((first, vectors, small))
+    def _factors(self) -> list[tuple[int, Float[Tensor, "m k l"], Float[Tensor, "m k l"]]]:
+        """Products of ``WY`` reflectors each, ``I - V^T F V``: where they start, V and ``F^T V``."""
+        width = self.reflectors.shape[1]
+        whole = width - width % WY
+        found = list[tuple[int, Tensor, Tensor]]()
+        # All that are full at once, in a few launches; what is zero before a panel's first column is multiplied too.
+        for first, end, size in ((0, whole, WY), (whole, width, width - whole)):
+            if first < end:
+                vectors = self.reflectors[:, first:end].unflatten(1, (-1, size))
+                tau = self.taus[:, first:end].unflatten(1, (-1, size))
+                inner = torch.triu(vectors @ vectors.mT, diagonal=1) * tau[:, :, :, None]
+                small = torch.linalg.solve_triangular(inner, torch.diag_embed(tau), upper=True, unitriangular=True)
+                each = zip(range(first, end, size), vectors.unbind(1), (small.mT @ vectors).unbind(1), strict=True)
+                found += [(at, one[:, :, at:], two[:, :, at:]) for at, one, two in each]
         return found
 
     @cached_property
@@ -85,9 +91,9 @@ class Tridiagonal:
 
     def back(self, columns: Float[Tensor, "m d c"], *, whole: bool = True) -> Float[Tensor, "m d c"]:
         """``Q`` times some columns, in place; not ``whole``: they are the identity, which fills up from its end."""
-        for first, vectors, small in reversed(self._factors):
+        for first, vectors, turned in reversed(self._factors):
             part = columns[:, first:, 0 if whole else first :]
-            part.baddbmm_((small.mT @ vectors).mT, vectors @ part, alpha=-1)
+            part.baddbmm_(turned.mT, vectors @ part, alpha=-1)
         return columns
 
     @on_its_device
@@ -164,7 +170,7 @@ def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], pr
         kernels.reduce_panel[(many * each,)](
             whole, pairs, diagonal, off, taus, x, across, down, sums, squares, forms, counter,
             width, stride, first, columns, 2 * first, each,
-            K=panel, W=wide, R=TILE_ROWS, B=SHARE, **options,
+            K=panel, W=wide, R=TILE_ROWS, B=SHARE, STAGES=TILE_STAGES, **options,
         )  # fmt: skip
         after = first + columns
         if after < width:
