@@ -222,15 +222,16 @@ def test_a_small_descent_gives_the_same_bits_on_any_number_of_cores(n, rank, see
     assert torch.equal(found[0].concepts, found[1].concepts)
 
 
-def test_rows_beyond_one_part_are_swept_with_it_and_summed_apart(monkeypatch, seed):
+@pytest.mark.parametrize("rank", [8, 20])
+def test_rows_hardly_beyond_one_part_are_one_with_it(monkeypatch, rank, seed):
     """Against the same descent with a part of their own for them."""
     draw = torch.Generator().manual_seed(seed)
-    rows, concepts = torch.randn(1060, 40, generator=draw), torch.randn(8, 40, generator=draw, dtype=torch.float64)
-    codes, size = torch.rand(8, 1060, generator=draw), float(rows.double().square().sum())
+    rows, concepts = torch.randn(1060, 40, generator=draw), torch.randn(rank, 40, generator=draw, dtype=torch.float64)
+    codes, size = torch.rand(rank, 1060, generator=draw), float(rows.double().square().sum())
     limits = descending.Limits(max_iter=6, tolerance=0, sweeps=3)
     joined = descending.descend(rows, concepts, codes, size, limits, momentum=0.5)
-    for module in (descending, descent):
-        monkeypatch.setattr(module, "swept_as_one", lambda n, step, rank: n <= step)
+    assert descent.part_rows(1060, rank, rows.device) == 1060 and descent.part_rows(1153, rank, rows.device) == 1024
+    monkeypatch.setattr(descent, "nearly_one", lambda n, step: n <= step)
     apart = descending.descend(rows, concepts, codes, size, limits, momentum=0.5)
     assert np.allclose(joined.history, apart.history, rtol=1e-6)
     assert torch.allclose(joined.codes, apart.codes, atol=1e-4 * float(apart.codes.max()))

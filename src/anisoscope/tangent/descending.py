@@ -25,14 +25,12 @@ from anisoscope.tangent.descent import (
     against,
     all_positive,
     least_squares,
-    nearly_one,
     part_rows,
     pulled,
     reseeded,
     second_moment,
     solved,
     swept,
-    swept_as_one,
 )
 from anisoscope.tangent.sweeps import has_kernels, inverses
 
@@ -371,7 +369,7 @@ def _cut(part: int, rows: Tensor, *codes: Tensor) -> Iterable[tuple[Tensor, ...]
 def _side_by_side(a_ND: Tensor, rank: int) -> Iterator[tuple[Parts, Each]]:
     """Parts of the rows, and how to do something for each of them: one core a part where there are several."""
     part = part_rows(len(a_ND), rank, a_ND.device)
-    rows = (a_ND,) if swept_as_one(len(a_ND), part, rank) else a_ND.split(part)
+    rows = a_ND.split(part)
     cores = torch.get_num_threads()
     alone = len(a_ND) <= part and a_ND.numel() * rank > FEW_PRODUCTS
     if cores == 1 or alone or a_ND.device.type != "cpu":
@@ -380,7 +378,7 @@ def _side_by_side(a_ND: Tensor, rank: int) -> Iterator[tuple[Parts, Each]]:
     # Products of a few codes with many rows gain little from a second core; two of them at once gain all of it.
     torch.set_num_threads(1)
     try:
-        if nearly_one(len(a_ND), part):
+        if len(rows) == 1:
             yield rows, lambda act: [act(at) for at in range(len(rows))]
             return
         with ThreadPoolExecutor(min(cores, len(rows)), initializer=torch.set_num_threads, initargs=(1,)) as pool:

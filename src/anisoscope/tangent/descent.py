@@ -32,11 +32,6 @@ def nearly_one(n: int, step: int) -> bool:
     return n <= step + step // SLIVER
 
 
-def swept_as_one(n: int, step: int, rank: int) -> bool:
-    """Whether such rows are swept as one part: rows of one block of concepts are rounded alike wherever they stand."""
-    return nearly_one(n, step) and rank <= BLOCK_CONCEPTS
-
-
 class Scratch(threading.local):
     """Memory for sweeps with all views of it, which each thread keeps from round to round.
 
@@ -73,7 +68,7 @@ def swept(
 
 def against(concepts: Float[Tensor, "k d"], rows: Float[Tensor, "n d"]) -> Float[Tensor, "k n"]:
     """``C A^T``."""
-    if rows.device.type != "cpu" or len(rows) <= PRODUCT_ROWS:
+    if rows.device.type != "cpu" or nearly_one(len(rows), PRODUCT_ROWS):
         return concepts @ rows.T
     out = torch.empty(len(concepts), len(rows), dtype=rows.dtype)
     for part, place in zip(rows.split(PRODUCT_ROWS), out.split(PRODUCT_ROWS, dim=1), strict=True):
@@ -83,7 +78,7 @@ def against(concepts: Float[Tensor, "k d"], rows: Float[Tensor, "n d"]) -> Float
 
 def pulled(codes: Float[Tensor, "k n"], rows: Float[Tensor, "n d"]) -> Float[Tensor, "k d"]:
     """``Z^T A``."""
-    if rows.device.type != "cpu" or len(rows) <= PRODUCT_ROWS:
+    if rows.device.type != "cpu" or nearly_one(len(rows), PRODUCT_ROWS):
         return codes @ rows
     out = torch.zeros(len(codes), rows.shape[1], dtype=rows.dtype)
     for few, part in zip(codes.split(PRODUCT_ROWS, dim=1), rows.split(PRODUCT_ROWS), strict=True):
@@ -94,11 +89,11 @@ def pulled(codes: Float[Tensor, "k n"], rows: Float[Tensor, "n d"]) -> Float[Ten
 def part_rows(n: int, rank: int, device: torch.device) -> int:
     """How many rows are taken at a time: as many as have their codes in the cache of a CPU, half of them at most.
 
-    Elsewhere all of them. Never by the number of cores: sums would be rounded in another order.
+    Elsewhere all of them, and where they are hardly more than one part. Never by the number of cores: sums would be
+    rounded in another order.
     """
-    if device.type != "cpu":
-        return max(n, 1)
-    return max(CACHE_ROWS, min(MOST_ROWS, CACHE_CODES // rank, -(-n // 2)))
+    step = max(CACHE_ROWS, min(MOST_ROWS, CACHE_CODES // rank, -(-n // 2)))
+    return max(n, 1) if device.type != "cpu" or nearly_one(n, step) else step
 
 
 def _sweep_until(
@@ -113,7 +108,6 @@ def _sweep_until(
     scratch = scratch or Scratch()
     rank, n = codes.shape
     step = part_rows(n, rank, codes.device)
-    step = n if swept_as_one(n, step, rank) else step
     parts = [(codes, cross)] if n <= step else zip(codes.split(step, dim=1), cross.split(step, dim=1), strict=True)
     found = []
     for some, aims in parts:
