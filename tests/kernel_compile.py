@@ -63,6 +63,7 @@ def main():
         **{f"cell_grams of {cut.columns}": cell_grams(cut) for cut in (grams.LARGE, grams.SMALL)},
         "codes_of_rows": compiled(rows.codes_of_rows, tile, weights="*i64", out="*i64"),
         "copies_among": compiled(rows.copies_among, tile, codes="*i64", order="*i64", copy="*i1", clash="*i1"),
+        "row_dots": compiled(rows.row_dots, tile, out="*fp64"),
         "in_half": compiled(rows.in_half, tile, order="*i64", half="*fp16"),
         "nearest_within": compiled(
             rows.nearest_within,

@@ -238,6 +238,7 @@ MUTANTS = [
     Mutant("kernels/rows.py", "(rest.to(tl.float64) / unit >= second)", "(second > 0)", (KERNELS,), "within"),
     Mutant("kernels/rows.py", "held.to(tl.float64) / unit", "held.to(tl.float64)", (KERNELS,), "within"),
     Mutant("kernels/rows.py", "tl.minimum((part + 1) * share, n)", "(part + 1) * share", (KERNELS,), "visits"),
+    Mutant("kernels/rows.py", "sums += one * tl.load(right", "sums += tl.load(right", (KERNELS,), "visits"),
     Mutant("measures/stacked.py", "torch.maximum(sums.most, -sums.least)", "sums.most", (KERNELS,), "visits"),
     Mutant("measures/tridiagonal.py", "(small.mT @ vectors)", "(small @ vectors)", (TRIDIAGONAL,), "library"),
     Mutant("kernels/rows.py", "tl.where(values == 0.0, 0.0, values)", "values", (KERNELS,), "copies"),

@@ -123,6 +123,8 @@ def sums():
         for name, here, there in zip(("size", "mean", "rows", "squares", "lengths", "total"), one, two, strict=True):
             assert here.dtype == there.dtype and here.shape == there.shape, name
             out[name] = float((here - there).abs().max() / here.abs().max())
+    one, two = draw(2, 37, 150), draw(2, 37, 150, seed=1)
+    error["dots"] = float((row_kernels.row_dots(one, two) - (one.double() * two).sum(dim=2)).abs().max())
     # Lengths are taken in float32 by the plain way.
     return {"error": {k: v for k, v in error.items() if k not in ("lengths", "total")}, "near": near | error}
 

@@ -116,6 +116,21 @@ def centre_rows(
 
 
 @triton.jit
+def row_dots(left, right, out, total, D, R: tl.constexpr, K: tl.constexpr):
+    """Products of each row of one table with that of another, summed in float64."""
+    at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    there = at < total
+    sums = tl.zeros((R, K), dtype=tl.float64)
+    for start in range(0, D, K):
+        k = start + tl.arange(0, K)
+        inside = there[:, None] & (k < D)[None, :]
+        place = at[:, None] * D + k[None, :]
+        one = tl.load(left + place, mask=inside, other=0.0).to(tl.float64)
+        sums += one * tl.load(right + place, mask=inside, other=0.0).to(tl.float64)
+    tl.store(out + at, tl.sum(sums, axis=1), mask=there)
+
+
+@triton.jit
 def in_half(rows, order, mean, factor, half, squares, lost, n, padded, D, W, R: tl.constexpr, K: tl.constexpr):
     """Row ``order[i]`` less the mean, times ``factor``, in half precision, filled up to ``W`` columns with zeros.
 

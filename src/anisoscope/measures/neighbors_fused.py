@@ -48,7 +48,7 @@ def can_fuse(rows: Float[Tensor, "n d"], k: int) -> bool:
 
 
 def enough_groups(n: int, k: int) -> bool:
-    """Whether at most a quarter of the rows have two of their ``k`` nearest in one group, and are searched again."""
+    """Whether at most a quarter of the rows have two of their ``k`` nearest in one group: hardly one has three then."""
     return n >= LEAST_ROWS and k <= MOST_K and k * (k - 1) / 2 <= n / GROUP / 4
 
 

@@ -85,6 +85,17 @@ def centred(rows: Float[Tensor, "s n d"], mean: Float[Tensor, "s d"], dtype: tor
 
 
 @on_its_device
+def row_dots(left: Float[Tensor, "s n d"], right: Float[Tensor, "s n d"]) -> Float[Tensor, "s n"]:
+    """``sum_k left right`` of each row, float64, in one visit of both."""
+    kernels, (sites, n, width) = kernels_of("rows"), left.shape
+    out = torch.empty(sites, n, dtype=torch.float64, device=left.device)
+    kernels.row_dots[(-(-sites * n // kernels.ROWS),)](
+        left.contiguous(), right.contiguous(), out, sites * n, width, R=kernels.ROWS, K=COLUMNS, num_warps=4
+    )
+    return out
+
+
+@on_its_device
 def in_half(
     rows: Float[Tensor, "s n d"], order: Int[Tensor, "n"], mean: Float[Tensor, "s d"], factor: Float[Tensor, "s"],
     padded: int, depth: int,

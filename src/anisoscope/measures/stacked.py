@@ -210,7 +210,11 @@ def _isoscore_means(sums: _Sums) -> Float[Tensor, "s g"]:
     trace, size = sums.total[:, None], sums.covariance.square().sum(dim=(1, 2))[:, None]
     radius2 = torch.linalg.vector_norm(sums.rows, dim=2).double().square_()
     with on_tensor_cores(_for_bars(sums.rows)):
-        form = (sums.rows @ sums.covariance.float()).mul_(sums.rows).sum(dim=2, dtype=torch.float64)
+        turned = sums.rows @ sums.covariance.float()
+    if kernels_run(turned.device):
+        form = row_kernels.row_dots(turned, sums.rows)  # ``sum`` would copy all of it to float64 first
+    else:
+        form = turned.mul_(sums.rows).sum(dim=2, dtype=torch.float64)
     return sums.means(2 * trace * (radius2 - trace) / size - 2 * trace**2 * (form - size) / size**2)
 
 
