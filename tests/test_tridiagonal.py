@@ -152,3 +152,10 @@ def test_the_rule_can_be_read():
         assert many * programs_each(many, 132) <= 132, "all must run at once"
     assert tridiagonal.POLE_COUNT % 4 == 0 and tridiagonal.POLE_COUNT <= 64
     assert tridiagonal.NEGLIGIBLE**4 > 1e-200, "a group of steps of a Sturm sequence must not vanish"
+
+
+def test_stages_that_fit_into_shared_memory(monkeypatch):
+    monkeypatch.setattr(tridiagonal, "TILE_STAGES", 4)
+    assert tridiagonal.tile_stages(2048, 232_448) == 4, "all that are asked for"
+    assert tridiagonal.tile_stages(2048, 166_912) == 3 and tridiagonal.tile_stages(2048, 101_376) == 2
+    assert tridiagonal.tile_stages(2048, 0) == 1, "registers are always there"

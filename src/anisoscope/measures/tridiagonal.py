@@ -23,7 +23,8 @@ LEAST_WIDTH = 256  # below it a library's decomposition is about as fast
 LEAST_MATRICES = 4  # one matrix alone is better left to a library
 
 TILE_WIDTHS, TILE_ROWS = (1024, 2048), 4  # of a matrix that a program holds at a time, and as much is on its way
-TILE_STAGES = 1  # more: tiles on their way are kept in shared memory, so many
+TILE_STAGES = 1  # more: tiles on their way are kept in shared memory, so many less one where there is room
+SHARED_BYTES = 8 << 10  # of shared memory for all else
 SHARE = 64  # a program's share of a column is a multiple of it
 WARPS = 8
 FEW_PROGRAMS, MOST_PROGRAMS = 16, 32  # that share a matrix: kernels are made for the one or the other
@@ -51,6 +52,11 @@ def fits(matrices: Tensor) -> bool:
 def programs_each(many: int, processors: int) -> int:
     """Programs that share a matrix, one a processor: they wait for one another, so all must run at once."""
     return min(MOST_PROGRAMS, max(1, processors // many))
+
+
+def tile_stages(wide: int, shared: int) -> int:
+    """Stages of tiles of this width that so many bytes of shared memory hold."""
+    return max(1, min(TILE_STAGES, 1 + (shared - SHARED_BYTES) // (8 * TILE_ROWS * wide)))
 
 
 @dataclass(frozen=True)
@@ -150,8 +156,8 @@ def reduced(matrices: Float[Tensor, "m d d"], programs: int | None = None) -> Tr
 def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], programs: int | None) -> Tridiagonal:
     """The reduction by panels, over a copy whose rows become the reflectors."""
     kernels, (many, width, _), new = kernels_of("tridiagonal"), matrices.shape, matrices.new_zeros
-    processors = torch.cuda.get_device_properties(matrices.device).multi_processor_count if matrices.is_cuda else 1
-    each = programs or programs_each(many, processors)
+    device = torch.cuda.get_device_properties(matrices.device) if matrices.is_cuda else None
+    each = programs or programs_each(many, 1 if device is None else device.multi_processor_count)
     panel, stride = kernels.PANEL, -(-width // ALIGNED) * ALIGNED
     whole = (new if stride > width else matrices.new_empty)(many, stride, stride)
     a = whole[:, :width, :width]
@@ -165,12 +171,13 @@ def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], pr
         options["launch_cooperative_grid"] = True  # refused, not begun, where not all of them can run at once
     wide = next((one for one in TILE_WIDTHS if width <= one), 0)
     assert wide, "wider than any tile: ``fits`` says so"
+    stages = TILE_STAGES if device is None else tile_stages(wide, getattr(device, "shared_memory_per_block_optin", 0))
     for first in range(0, width, panel):
         columns = min(panel, width - first)
         kernels.reduce_panel[(many * each,)](
             whole, pairs, diagonal, off, taus, x, across, down, sums, squares, forms, counter,
             width, stride, first, columns, 2 * first, each,
-            K=panel, W=wide, R=TILE_ROWS, B=SHARE, STAGES=TILE_STAGES, **options,
+            K=panel, W=wide, R=TILE_ROWS, B=SHARE, STAGES=stages, **options,
         )  # fmt: skip
         after = first + columns
         if after < width:
