@@ -60,3 +60,8 @@ def sent(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = None
     that is under way there."""
     found = torch.tensor(values, dtype=dtype or like.dtype, pin_memory=like.device.type == "cuda")
     return found.to(like.device, non_blocking=True)
+
+
+def sent_on(here: Tensor, like: Tensor) -> Tensor:
+    """A tensor of the host on the device of another, in the same manner."""
+    return (here.pin_memory() if like.device.type == "cuda" else here).to(like.device, non_blocking=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
-from anisoscope.kernels import sent
+from anisoscope.kernels import sent, sent_on
 from anisoscope.measures.base import with_notes
 from anisoscope.measures.later import fetched_later, no_room
 from anisoscope.measures.stacked import STACKED, Finish, begin
@@ -120,12 +120,13 @@ def _begin_moving(
     if not any(good):
         return dict
     left = int((~moving[0]).sum())
-    at = moving[0].nonzero().reshape(-1).to(rows.device)
     # By a power of two, which none of these measures sees.
     largest = squares.amax(dim=1).sqrt().tolist()
     factors = [math.ldexp(1.0, -math.frexp(one)[1]) for one, fine in zip(largest, good, strict=True) if fine]
     scaled = rows if all(good) else rows[torch.tensor(good).nonzero().reshape(-1).to(rows.device)]
-    scaled = (scaled.index_select(1, at) if left else scaled) * sent(factors, rows)[:, None, None]
+    if left:
+        scaled = scaled.index_select(1, sent_on(moving[0].nonzero().reshape(-1), rows))
+    scaled = scaled * sent(factors, rows)[:, None, None]
     finish = begin(scaled, list(measures))
 
     def finished() -> Found:
