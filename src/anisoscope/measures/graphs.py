@@ -19,6 +19,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from anisoscope.kernels import kernels_run
+
 GIVEN_BYTES = 1 << 25  # of what is given: with more of it the device takes longer than the host, and nothing is gained
 KEPT_BYTES = 1 << 28  # of all recordings together, with what they work in
 FREE_BYTES = 4 * KEPT_BYTES  # left on the device before anything is recorded
@@ -53,8 +55,9 @@ class CudaRecorder:
     """Recordings as CUDA graphs."""
 
     def serves(self, device: torch.device) -> bool:
-        """On a GPU of NVIDIA, unless the caller is recording a graph of its own."""
-        if device.type != "cuda" or torch.version.hip is not None or os.environ.get("TRITON_INTERPRET") == "1":
+        """On a GPU where kernels run, since libraries in their place ask the device questions; unless the caller is
+        recording a graph of its own."""
+        if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1" or not kernels_run(device):
             return False
         return not torch.cuda.is_current_stream_capturing()
 
@@ -75,7 +78,7 @@ class CudaRecorder:
             finally:
                 _end(graph, device)
         torch.cuda.current_stream(device).wait_stream(stream)
-        return Recording(outputs, graph.replay, torch.cuda.memory_reserved(device) - before)
+        return Recording(outputs, graph.replay, max(0, torch.cuda.memory_reserved(device) - before))
 
 
 def _end(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
