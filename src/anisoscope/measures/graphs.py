@@ -57,9 +57,9 @@ class CudaRecorder:
     def serves(self, device: torch.device) -> bool:
         """On a GPU where kernels run, since libraries in their place ask the device questions; unless the caller is
         recording a graph of its own."""
-        if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1" or not kernels_run(device):
+        if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
             return False
-        return not torch.cuda.is_current_stream_capturing()
+        return not torch.cuda.is_current_stream_capturing() and kernels_run(device)
 
     def record(self, act: Callable[[], tuple[Tensor, ...]], device: torch.device) -> Recording:
         """On a stream that nothing else ran on: libraries keep room for each stream, and what a stream has already
