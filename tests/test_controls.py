@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from anisoscope.errors import DegenerateError, OptionError, ShapeError, TooFewRowsError, UnknownNameError
-from anisoscope.tangent.controls import control_bases, orthonormal
+from anisoscope.tangent.controls import control_bases, mirrors, orthonormal
 from anisoscope.tangent.crossed import crossed_tests
 from anisoscope.tangent.energy import energy_test
 from anisoscope.tangent.units import Halves
@@ -138,3 +138,34 @@ def test_refusals():
         control_bases(haar(10, 2), "normal_top", 1, rows=torch.randn(3, 10))
     with pytest.raises(DegenerateError, match="fewer dimensions"):
         orthonormal(torch.zeros(1, 5, 2))
+
+
+@pytest.mark.parametrize(("width", "rank"), [(9, 3), (40, 20), (300, 16)])
+def test_mirrors_swap_a_span_with_the_first_axes(width, rank, seed):
+    bases = torch.stack([haar(width, rank, seed), haar(width, rank, seed + 1)])
+    for basis, mirror in zip(bases, mirrors(bases), strict=True):
+        reflection = torch.eye(width, dtype=torch.float64) - mirror @ mirror.T
+        assert float((reflection @ reflection - torch.eye(width)).abs().max()) < 1e-12
+        image = reflection @ basis
+        assert float(image[rank:].abs().max()) < 1e-12
+        assert torch.linalg.matrix_rank(image[:rank]) == rank
+
+
+def test_mirrors_where_a_whole_family_of_them_would_do(seed):
+    """Bases of axes: the first ones themselves, others at right angles to them, some of both."""
+    eye = torch.eye(12, dtype=torch.float64)
+    for axes in ([0, 1, 2], [7, 5, 9], [1, 8, 0]):
+        mirror = mirrors(eye[:, axes][None])[0]
+        image = (eye - mirror @ mirror.T)[:, axes]
+        assert float(image[3:].abs().max()) < 1e-12
+        found = control_bases(eye[:, axes], "normal", 20, seed=seed)
+        assert float(found[:, axes].abs().max()) < 1e-12
+        assert float((found.mT @ found - torch.eye(3)).abs().max()) < 1e-12
+
+
+def test_normal_controls_depend_on_the_span_alone(seed):
+    basis = haar(60, 5, seed)
+    turned = basis @ haar(5, 5, seed)
+    one, two = (control_bases(q, "normal", 6, seed=seed) for q in (basis, turned))
+    assert float((one - two).abs().max()) < 1e-10
+    assert float((one - control_bases(-basis.flip(1), "normal", 6, seed=seed)).abs().max()) < 1e-10

@@ -46,11 +46,11 @@ def test_all_tokens_are_as_cross_fit_has_them(data):
         close(mine.share, plain.share)
         close(mine.ratio, plain.ratio)
         assert mine.p == plain.p
-        controls = [fold.control for fold in plain.folds]
-        assert mine.control.value == pytest.approx(sum(one.value for one in controls) / 2, rel=2e-5)
-        assert mine.control.stderr == pytest.approx(
-            (controls[0].stderr ** 2 + controls[1].stderr ** 2) ** 0.5 / 2, rel=1e-3
-        )
+        each = (plain.folds[0].control_shares + plain.folds[1].control_shares) / 2
+        assert mine.control.value == pytest.approx(float(each.mean()), rel=2e-5)
+        assert mine.control.stderr == pytest.approx(float(each.std()) / DRAWS**0.5, rel=1e-3)
+        assert mine.control.dof == DRAWS - 1
+        assert mine.control.over == f"{DRAWS} normal controls, the same in both halves"
 
 
 def test_groups_are_as_energy_tests_of_their_rows(data):
@@ -63,7 +63,7 @@ def test_groups_are_as_energy_tests_of_their_rows(data):
         for half in (0, 1):
             rows = halves.rows[half]
             rows = rows[bins[rows] == number]
-            each.append(energy_test(g[rows], bases[1 - half], draws=DRAWS, seed=1 - half, groups=groups[rows]))
+            each.append(energy_test(g[rows], bases[1 - half], draws=DRAWS, groups=groups[rows]))
         for what in ("share", "control", "ratio"):
             mean = sum(getattr(one, what).value for one in each) / 2
             assert getattr(found[label], what).value == pytest.approx(mean, rel=2e-5)
@@ -124,5 +124,5 @@ def test_one_control_stands_without_a_spread(data):
     halves = Halves.of(groups, 0, "cpu")
     lone = crossed_tests(g, halves, {"pca": fits(x, halves)}, draws=1)["pca"][""]
     assert lone.control.stderr is None and lone.p in (0.5, 1.0)
-    each = [energy_test(g[halves.rows[at]], fits(x, halves)[1 - at], draws=1, seed=1 - at) for at in (0, 1)]
+    each = [energy_test(g[halves.rows[at]], fits(x, halves)[1 - at], draws=1) for at in (0, 1)]
     assert lone.control.value == pytest.approx(sum(one.control.value for one in each) / 2, rel=2e-5)

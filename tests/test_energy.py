@@ -18,7 +18,7 @@ from anisoscope.errors import (
 )
 from anisoscope.measures.anisotropy import isoscore_star, spectral_ratio
 from anisoscope.tangent import anisotropy as anisotropy_module
-from anisoscope.tangent.anisotropy import anisotropy_share, spectral_ratios_without
+from anisoscope.tangent.anisotropy import LeftOver, anisotropy_share, spectral_ratios_without, unit_covariance
 from anisoscope.tangent.controls import control_bases
 from anisoscope.tangent.energy import (
     Gradients,
@@ -29,6 +29,7 @@ from anisoscope.tangent.energy import (
     variance_share,
 )
 from anisoscope.tangent.nulls import _by_gram, _by_product, _orders, cross_fit, permuted_signal_null, reader_share
+from anisoscope.tangent.stacked import isoscore_shares
 from anisoscope.tangent.units import Units
 
 WIDTH, RANK, N = 14, 3, 60
@@ -243,6 +244,35 @@ def test_anisotropy_share_is_the_slow_one(zeta, exact, one_seed, monkeypatch):
         assert estimate.over == "6 controls"
     assert found.p_isoscore_star == (1 + sum(d[0] >= own[0] for d in null)) / 7
     assert found.p_spectral_ratio == (1 + sum(d[1] <= own[1] for d in null)) / 7
+
+
+@pytest.mark.parametrize(("width", "rank"), [(30, 3), (60, 20)])
+def test_what_is_left_of_both_halves_is_as_each_has_it(width, rank, one_seed):
+    """All bases of both halves at once, with no control formed, against shares with controls formed."""
+    halves = [draw(one_seed + at, 200 + at, width) for at in (0, 1)]
+    bases = torch.stack([torch.stack([haar(width, rank, one_seed + 2 * at + p) for p in (0, 1)]) for at in (0, 1)])
+    left = LeftOver.of(torch.stack([unit_covariance(half) for half in halves]), bases, 25, one_seed)
+    found = isoscore_shares(left.by_half(), [len(half) for half in halves], width, [0])[0]
+    for number, mine in enumerate(found):
+        deltas, value = [], 0.0
+        for half, basis in zip(halves, bases[:, number], strict=True):
+            controls = control_bases(basis, "normal", 25, seed=one_seed)
+            whole = anisotropy_share(half, basis, controls, spectral=False).isoscore_star
+            value += whole.value / 2
+            covariance = unit_covariance(half)
+            none = anisotropy_module.isoscores_without(covariance, basis[None, :, :0], 0.1)
+            deltas.append(anisotropy_module.isoscores_without(covariance, controls, 0.1) - none)
+        assert mine.value == pytest.approx(value, rel=1e-4, abs=1e-7)
+        assert mine.stderr == pytest.approx(float((deltas[0] + deltas[1]).std()) / 2 / 5, rel=1e-4)
+        assert mine.dof == 24 and mine.over == "25 controls, the same in both halves" and mine.n == 401
+
+
+def test_a_basis_with_all_the_variance_leaves_nothing():
+    rows = torch.zeros(40, 12, dtype=torch.float64)
+    rows[:, :2] = draw(0, 40, 2)
+    basis = torch.eye(12, dtype=torch.float64)[:, :2].expand(1, 1, 12, 2)
+    with pytest.raises(DegenerateError, match="nothing is left"):
+        LeftOver.of(unit_covariance(rows)[None], basis, 5, 0)
 
 
 def test_a_planted_direction_holds_the_anisotropy(seed):

@@ -31,7 +31,6 @@ from anisoscope.stats.precision import full_precision, two_parts
 from anisoscope.tangent import stacked_fits
 from anisoscope.tangent.spans import principal_angles
 from anisoscope.tangent.stacked import jackknives, mean_angles
-from anisoscope.tangent.stacked_controls import _inverses
 from anisoscope.tangent.stacked_types import Types, correlation_estimates
 from anisoscope.tangent.units import jackknife
 from anisoscope.text.frequency import TokenCounts, frequency_bins
@@ -488,13 +487,6 @@ def test_scatters_of_wide_float64_rows_keep_their_digits(monkeypatch):
     centred = stacked_fits.Centred.of(rows, (torch.arange(300), torch.arange(300, 600)))
     truth = torch.stack([part.T.cov(correction=0) * 300 for part in rows[0].split(300)])
     assert torch.allclose(centred.scatter, truth, rtol=1e-12, atol=1e-10)
-
-
-def test_controls_without_an_inverse_have_no_energy():
-    eye = torch.eye(2).double()
-    singular, indefinite = torch.ones(2, 2).double(), torch.tensor([[1.0, 2.0], [2.0, 1.0]]).double()
-    inverse, off = _inverses(eye.repeat(3, 1, 1), torch.stack([4 * eye, singular, indefinite])[None, None])
-    assert torch.equal(inverse[0], eye) and torch.equal(off[0, 0, 0], eye / 4) and off[0, 0, 1:].isnan().all()
 
 
 @pytest.mark.parametrize(("cores", "dtype", "good"), [(True, torch.float32, False), (False, torch.float32, True),

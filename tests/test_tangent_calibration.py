@@ -12,8 +12,10 @@ import torch
 from scipy import stats
 
 from anisoscope.tangent.controls import control_bases
+from anisoscope.tangent.crossed import crossed_tests
 from anisoscope.tangent.energy import Gradients, energy_share, energy_test, shares
 from anisoscope.tangent.nulls import permuted_signal_null, reader_share
+from anisoscope.tangent.units import Halves
 
 pytestmark = pytest.mark.calibration
 LEVEL = 1e-4
@@ -87,6 +89,20 @@ def test_p_values_hold_for_anisotropic_gradients_and_a_basis_that_knows_nothing(
         basis = torch.linalg.qr(normal(seed + 50_000, width, rank)).Q
         found.append(energy_test(normal(seed, 30, width) * scale, basis, draws=draws, seed=seed).p)
     assert uniform_on_steps(found, draws) > LEVEL
+
+
+def test_p_values_of_two_halves_with_one_basis_are_uniform():
+    """Two fits to one model are nearly one basis. Independent draws for the halves would call twice as many small."""
+    draws, repeats, width, rank, found, apart = 19, 600, 12, 3, [], []
+    scale, groups = torch.tensor([6.0, 3.0] + [1.0] * 10, dtype=torch.float64), torch.arange(60) // 5
+    for seed in range(repeats):
+        rows, halves = normal(seed, 60, width) * scale, Halves.of(groups, seed, "cpu")
+        one, two = (torch.linalg.qr(normal(seed + at, width, rank)).Q for at in (50_000, 90_000))
+        tests = crossed_tests(rows, halves, {"same": (one, one), "apart": (one, two)}, draws=draws, seed=seed)
+        found.append(tests["same"][""].p)
+        apart.append(tests["apart"][""].p)
+    assert uniform_on_steps(found, draws) > LEVEL
+    assert np.mean(np.array(apart) <= 0.05) < 0.05, "careful where the fits have nothing to do with each other"
 
 
 @pytest.mark.parametrize("strength", [1.5, 3.0])

@@ -54,88 +54,55 @@ def _left(trace, square, once, twice, both, unit, whole):
     tl.store(square, whole + (both - 2 * twice) / unit / unit)
 
 
-@triton.jit
-def _inverse(a, limit, K: tl.constexpr, P: tl.constexpr):
-    """As ``codes.inverses``: zero outside K x K, NaN where there is none whose condition is below ``limit``.
-
-    No diagonal without an entry is asked for: the pivot is not above zero there.
-    """
-    rows, columns = tl.arange(0, P)[:, None], tl.arange(0, P)[None, :]
-    inside = (rows < K) & (columns < K)
-    own = tl.sum(tl.where(rows == columns, a, 0.0), axis=1)
-    same = tl.sum(tl.where(rows == columns, a, 0.0), axis=0)
-    scale = 1.0 / tl.sqrt(tl.where(own > 0, own, 1.0))[:, None] / tl.sqrt(tl.where(same > 0, same, 1.0))[None, :]
-    a = tl.where(inside, a * scale, tl.where(rows == columns, 1.0, 0.0))
-    before = _sum(tl.where(inside, a * a, 0.0))
-    least = 1.0
-    for k in range(K):
-        row = tl.sum(tl.where(rows == k, a, 0.0), axis=0)
-        column = tl.sum(tl.where(columns == k, a, 0.0), axis=1)
-        pivot = tl.sum(tl.where(tl.arange(0, P) == k, row, 0.0), axis=0)
-        least = tl.minimum(least, pivot.to(tl.float32))
-        over = 1.0 / tl.where(pivot > 0, pivot, 1.0)
-        row = row * over
-        rest = tl.where(columns == k, -column[:, None] * over, a - column[:, None] * row[None, :])
-        a = tl.where(rows == k, tl.where(columns == k, over, row[None, :]), rest)
-    after = _sum(tl.where(inside, a * a, 0.0))
-    sound = (least > 0) & (tl.sqrt(before) * tl.sqrt(after) < limit)
-    return tl.where(inside, tl.where(sound, a * scale, float("nan")), 0.0)
-
-
 @triton.jit(do_not_specialize=["n", "sites", "bases", "draws", "groups"])
 def controls(
-    inner, against, small, form, form_twice, across_twice, forms, owns, acrosses, level, size,
-    random, normal, traces, squares, whole, limit, n, sites, bases, draws, groups,
+    inverses, against, small, form, form_twice, across_twice, bare, forms, owns, acrosses, level, size,
+    energies, traces, squares, whole, n, sites, bases, draws, groups,
     K: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Energies of one draw, and what is left without it: off one basis, or (the program after the last basis) alone.
+    """Energies of one draw beside one basis, and what is left without it; the program after the last basis, whose X are
+    the first axes, has the energies of the random control.
 
     With C the scatter around the mean m of all ``n`` rows of a site, ``level`` its trace and ``size`` its length, and
-    for all bases together: ``against`` holds ``Q^T Z``, ``Q^T C Z`` and ``m^T Z`` of all draws below each other,
-    ``small`` the products of Q, ``C Q`` and m with each other, ``form`` and ``form_twice`` ``Z^T C Z`` and
-    ``Z^T C^2 Z``, ``across_twice`` ``Q^T C^2 Z``; ``forms``, ``owns`` and ``acrosses`` are ``Z^T M Z``, ``Q^T M Q`` and
-    ``Q^T M Z`` of each group's second moment M.
+    for all bases together: ``against`` holds c (``X^T Z``, for the axes what their coordinates of a draw are, with the
+    other sign), ``X^T C Z`` and ``m^T Z`` of all draws below each other, ``small`` the products of X, ``C X`` and m
+    with each other, ``form`` and ``form_twice`` ``Z^T C Z`` and ``Z^T C^2 Z``, ``across_twice`` ``X^T C^2 Z``, ``bare``
+    ``Q^T C Q`` and ``Q^T C^2 Q``; ``forms``, ``owns`` and ``acrosses`` are ``Z^T M Z``, ``X^T M X`` and ``X^T M Z`` of
+    each group's second moment M.
     """
     b, p, s = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, j = tl.arange(0, P)[:, None], tl.arange(0, P)[None, :]
     inside = (i < K) & (j < K)
-    all_bases, line = bases * K, draws * K
+    all_bases, line = (bases + 1) * K, draws * K
     height = 2 * all_bases + 1
     against += s * height * line + b * K
     along = against + 2 * all_bases * line
     along_i, along_j = _cells(along + i, i < K), _cells(along + j, j < K)
-    own_draw = _cells(inner + b * K * K + i * K + j, inside)
     form_at = (b * K + i) * sites + s
     f = _cells(form + form_at * K + j, inside)
     forms += form_at * groups * K + j
-    if p == bases:
-        off = _inverse(own_draw, limit, K, P)
-        to = random + s * (groups + 1) * draws + b
-        for g in range(groups):
-            tl.store(to + g * draws, _sum(_cells(forms + g * K, inside) * off))
-        tl.store(to + groups * draws, _sum((f + n * along_i * along_j) * off))
-    else:
-        beside = (p * K + i) * line + j
-        square = (p * K + i) * all_bases + p * K + j
-        c = _cells(against + beside, inside)
-        off = _inverse(own_draw - _dot(tl.trans(c), c), limit, K, P)
-        mixer = _dot(c, off)
-        span = _dot(mixer, tl.trans(c))
-        to = normal + (s * bases + p) * (groups + 1) * draws + b
-        for g in range(groups):
-            place = s * groups + g
-            across = _cells(acrosses + place * all_bases * line + b * K + beside, inside)
-            own = _cells(owns + place * all_bases * all_bases + square, inside)
-            tl.store(to + g * draws, _energy(_cells(forms + g * K, inside), across, own, off, mixer, span))
-        small += s * height * height
-        lines = small + (p * K + i) * height
-        own_once = _cells(lines + all_bases + p * K + j, inside)
-        across = _cells(against + all_bases * line + beside, inside)
-        once = _energy(f, across, own_once, off, mixer, span)
-        # The second moment of all rows is C + n m m^T.
-        m_i, m_j = _cells(lines + 2 * all_bases, i < K), _cells(small + (p * K + j) * height + 2 * all_bases, j < K)
-        mean = _energy(along_i * along_j, m_i * along_j, m_i * m_j, off, mixer, span)
-        tl.store(to + groups * draws, once + n * mean)
+    beside = (p * K + i) * line + j
+    square = (p * K + i) * all_bases + p * K + j
+    c = _cells(against + beside, inside)
+    off = _cells(inverses + (p * draws + b) * K * K + i * K + j, inside)
+    mixer = _dot(c, off)
+    span = _dot(mixer, tl.trans(c))
+    to = energies + (s * (bases + 1) + p) * (groups + 1) * draws + b
+    for g in range(groups):
+        place = s * groups + g
+        across = _cells(acrosses + place * all_bases * line + b * K + beside, inside)
+        own = _cells(owns + place * all_bases * all_bases + square, inside)
+        tl.store(to + g * draws, _energy(_cells(forms + g * K, inside), across, own, off, mixer, span))
+    small += s * height * height
+    lines = small + (p * K + i) * height
+    own_once = _cells(lines + all_bases + p * K + j, inside)
+    across = _cells(against + all_bases * line + beside, inside)
+    once = _energy(f, across, own_once, off, mixer, span)
+    # The second moment of all rows is C + n m m^T.
+    m_i, m_j = _cells(lines + 2 * all_bases, i < K), _cells(small + (p * K + j) * height + 2 * all_bases, j < K)
+    mean = _energy(along_i * along_j, m_i * along_j, m_i * m_j, off, mixer, span)
+    tl.store(to + groups * draws, once + n * mean)
+    if p < bases:
         both = _length(f, across, own_once, c, off)
         own_twice = _cells(lines + all_bases * height + all_bases + p * K + j, inside)
         across = _cells(across_twice + s * all_bases * line + b * K + beside, inside)
@@ -146,6 +113,8 @@ def controls(
         at = (s * bases + p) * (draws + 1)
         _left(traces + at + 1 + b, squares + at + 1 + b, once, second, both, unit, two)
         if b == 0:  # what is left without the basis itself, and without nothing
+            own = bare + (s * bases * K + p * K + i) * 2 * bases * K + p * K + j
+            own_once, own_twice = _cells(own, inside), _cells(own + bases * K, inside)
             once, second = _sum(tl.where(i == j, own_once, 0.0)), _sum(tl.where(i == j, own_twice, 0.0))
             _left(traces + at, squares + at, once, second, _sum(own_once * own_once), unit, two)
             if p == 0:

@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError
 from anisoscope.estimate import Estimate
 from anisoscope.monitoring.views import Name, SiteView
 from anisoscope.runs.records import Curve
+from anisoscope.tangent.anisotropy import LeftOver, anisotropy_share, unit_covariance
+from anisoscope.tangent.controls import control_bases
 from anisoscope.tangent.proxies import Proxy, ProxyTracker
-from anisoscope.tangent.units import Halves
+from anisoscope.tangent.stacked import isoscore_shares
+from anisoscope.tangent.units import Halves, mean_of_draws
 from anisoscope.text.frequency import FrequencyBins, TokenCounts
 
 OVERLAP = "share of the span inside that of PCA"
@@ -40,6 +44,38 @@ class Here:
     def bases(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The pairs' bases alone."""
         return {name: (one.basis, two.basis) for name, (one, two) in self.pairs.items()}
+
+
+@dataclass(frozen=True)
+class Anisotropy:
+    """What is left of the gradient's anisotropy without each proxy: gradients and their covariance by half, and the
+    isoscore share of each proxy."""
+
+    gradients: tuple[Tensor, ...]
+    covariances: Tensor
+    isoscores: Mapping[str, Estimate]
+
+    @classmethod
+    def of(cls, here: Here, draws: int, seed: int) -> Anisotropy:
+        """Of all proxies at once, each basis against the half that it was not fitted on."""
+        gradients = tuple(here.g[rows] for rows in here.halves.rows)
+        covariances = torch.stack([unit_covariance(half) for half in gradients])
+        bases = torch.stack([torch.stack([pair[1 - half] for pair in here.bases.values()]) for half in (0, 1)])
+        left = LeftOver.of(covariances, bases.to(covariances.device), draws, seed)
+        found = isoscore_shares(left.by_half(), [len(half) for half in gradients], here.g.shape[1], [0])[0]
+        return cls(gradients, covariances, dict(zip(here.bases, found, strict=True)))
+
+    def spectral(self, here: Here, kind: str, draws: int, seed: int) -> Estimate:
+        """The spectral share of one proxy; dear, since each control has an eigenvalue to find."""
+        each = []
+        for half, (gradients, covariance) in enumerate(zip(self.gradients, self.covariances, strict=True)):
+            basis = here.bases[kind][1 - half]
+            controls = control_bases(basis, "normal", draws, seed=seed)
+            found = anisotropy_share(gradients, basis, controls, covariance=covariance).spectral_deltas
+            assert found is not None
+            each.append(found.cpu())
+        own, method = float(each[0][0] + each[1][0]) / 2, "Delta(Q) - mean_b Delta(Q_b) of spectral_ratio"
+        return mean_of_draws(-each[0][1:], -each[1][1:], len(here.g), method, "controls", own)
 
 
 @runtime_checkable

@@ -17,14 +17,24 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError, OptionError, SiteError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
-from anisoscope.monitoring.tangent_parts import DRIFT, OVERLAP, P_VALUE, SPLIT, Here, Result, labels_of, plain
+from anisoscope.monitoring.tangent_parts import (
+    DRIFT,
+    OVERLAP,
+    P_VALUE,
+    SPLIT,
+    Anisotropy,
+    Here,
+    Result,
+    labels_of,
+    plain,
+)
 from anisoscope.monitoring.tangents_together import STACKED, Prepared, alike, begin_stacked, prepared
 from anisoscope.monitoring.views import MapView, Name, SiteView
 from anisoscope.runs.records import Curve
 from anisoscope.stats.moments import Moments
 from anisoscope.stats.precision import unrecorded
-from anisoscope.tangent.anisotropy import anisotropy_share, unit_covariance
-from anisoscope.tangent.controls import check_complement, control_bases
+from anisoscope.tangent.cloud import Cloud
+from anisoscope.tangent.controls import check_complement
 from anisoscope.tangent.crossed import CrossedTest, crossed_tests
 from anisoscope.tangent.energy import enrichment_of, side_share, variance_within
 from anisoscope.tangent.frequency import centroid_distances, distances_by_frequency, frequency_correlations
@@ -119,7 +129,10 @@ class TangentAnalysis:
             raise SiteError(f"site {view.site!r} {view.no_gradient or 'gave no gradient'}")
         halves = Halves.of(view.sequences, self.seed, view.x.device)
         before = self._known(view.site)
-        pairs = {kind: self._fitted(view, halves, kind) for kind in self.proxies}
+        parts: Sequence[Tensor | Cloud] = [view.x[rows] for rows in halves.rows]
+        if self.mode != "frozen":  # which may have nothing to fit
+            parts = [Cloud(part, seed=self.seed) for part in parts]
+        pairs = {kind: self._fitted(view, parts, kind) for kind in self.proxies}
         here = Here(view, view.g, halves, pairs, before, self._due(view))
         found: dict[Name, Result] = {}
         for part in (self._facts, self._activation, self._reader, self._matrices, self._by_type, self._refereed):
@@ -209,13 +222,13 @@ class TangentAnalysis:
                 found[kind] = (pair[0].proxy, pair[1].proxy)
         return found
 
-    def _fitted(self, view: SiteView, halves: Halves, kind: str) -> tuple[Proxy, Proxy]:
+    def _fitted(self, view: SiteView, parts: Sequence[Tensor | Cloud], kind: str) -> tuple[Proxy, Proxy]:
         progress = None if self.steps is None else min(1.0, view.step / self.steps)
         found = []
-        for half in (0, 1):
+        for half, part in enumerate(parts):
             key = (view.site, kind, half)
             tracker = self._trackers.get(key) or self._tracker(kind)
-            self._trackers[key], proxy, _ = tracker.update(view.step, view.x[halves.rows[half]], progress)
+            self._trackers[key], proxy, _ = tracker.update(view.step, part, progress)
             found.append(proxy)
         return found[0], found[1]
 
@@ -262,7 +275,7 @@ class TangentAnalysis:
             here.g, here.halves, here.bases, bins=bins, labels=labels, draws=self.draws, seed=self.seed
         )
         scatters = [Moments.of(in_range(here.view.x[rows], "activations")) for rows in here.halves.rows]
-        halves: list[tuple[Tensor, Tensor]] = []
+        left: Anisotropy | None = None
         for kind, tests in found.items():
             yield from self._told_tests(here, kind, tests)
             whole = tests[""]
@@ -273,9 +286,11 @@ class TangentAnalysis:
             variance = replace(mean_of_halves(*shares), notes=(*shares[0].notes, self._note(here)))
             yield f"{kind}.variance_share", variance
             yield f"{kind}.activation.enrichment", enrichment_of(whole.share, variance)
-            # Once, since every proxy meets the same; and here, so that what cannot be told loses nothing of the above.
-            halves = halves or [(g := here.g[rows], unit_covariance(g)) for rows in here.halves.rows]
-            yield from self._anisotropy(here, kind, halves)
+            # Of all proxies at once, and here, so that what cannot be told loses nothing of the above.
+            left = left or Anisotropy.of(here, self.draws, self.seed)
+            yield f"{kind}.activation.isoscore_share", left.isoscores[kind]
+            if here.last:
+                yield f"{kind}.activation.spectral_share", left.spectral(here, kind, self.draws, self.seed)
 
     def _told_tests(
         self, here: Here, kind: str, tests: Mapping[str, CrossedTest | str]
@@ -293,20 +308,6 @@ class TangentAnalysis:
         whole = tests[""]
         assert isinstance(whole, CrossedTest)
         yield f"{name}.p", Estimate(value=whole.p, stderr=None, n=whole.share.n, method=P_VALUE, notes=(note,))
-
-    def _anisotropy(
-        self, here: Here, kind: str, halves: Sequence[tuple[Tensor, Tensor]]
-    ) -> Iterator[tuple[Name, Result]]:
-        """From the gradients of each half and their covariance, which is the same for all proxies."""
-        each = []
-        for half, (gradients, covariance) in enumerate(halves):
-            basis = here.bases[kind][1 - half]
-            controls = control_bases(basis, "normal", self.draws, seed=2 * self.seed + 1 - half)
-            each.append(anisotropy_share(gradients, basis, controls, spectral=here.last, covariance=covariance))
-        yield f"{kind}.activation.isoscore_share", mean_of_halves(each[0].isoscore_star, each[1].isoscore_star)
-        one, two = each[0].spectral_ratio, each[1].spectral_ratio
-        if one is not None and two is not None:
-            yield f"{kind}.activation.spectral_share", mean_of_halves(one, two)
 
     def _reader(self, here: Here) -> Iterator[tuple[Name, Result]]:
         """The reader gradient of all maps that read the site, beside what permuted signals would show."""

@@ -134,8 +134,7 @@ def _attempt(
     bases = torch.stack([fits[kind].basis.view(sites, 2, width, rank) for kind in asked.proxies], dim=1)
     table: dict[str, Tensor] = {}
     for half in (0, 1):
-        seed = 2 * asked.seed + 1 - half
-        seen = seen_by_half(g, layout, half, bases[:, :, 1 - half], asked.draws, seed)
+        seen = seen_by_half(g, layout, half, bases[:, :, 1 - half], asked.draws, asked.seed)
         table |= {f"{half} {name}": value for name, value in vars(seen).items()}
     before = None if first else _bases_before(asked, views, x.device)
     table |= _facts(asked, fits, bases, before) | _variances(centred, bases)

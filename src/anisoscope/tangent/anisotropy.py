@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -18,11 +19,14 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.stats.moments import Moments
 from anisoscope.tangent.controls import check_basis
+from anisoscope.tangent.drawn import Draws
 from anisoscope.tangent.units import in_range, p_value
 
 EXACT_WIDTH = 160  # up to here whole eigendecompositions for all controls cost less than an iteration
 LANCZOS_STEPS = 40
 LANCZOS_ROUNDS = 12
+NOTHING = 1e-12
+ALL_HELD = "some basis holds all of the gradient's variance: nothing is left to measure without it"
 TOLERANCE = 1e-5  # residual over eigenvalue at which the iteration stops; the value's own error is its square or so
 
 
@@ -38,6 +42,8 @@ class AnisotropyShare:
     p_isoscore_star: float
     spectral_ratio: Estimate | None = None
     p_spectral_ratio: float | None = None
+    spectral_deltas: Float[Tensor, "one_plus_b"] | None = None
+    """Delta of the spectral ratio for the basis, and then for each control."""
 
 
 def anisotropy_share(
@@ -80,7 +86,52 @@ def anisotropy_share(
         found,
         spectral_ratio=_difference(lead - top, float(top), "spectral_ratio", n, notes),
         p_spectral_ratio=p_value(-float(lead[0]), -lead[1:]),
+        spectral_deltas=lead - top,
     )
+
+
+@dataclass(frozen=True)
+class LeftOver:
+    """``tr P C P`` and ``|P C P|^2`` without each basis (first) and each of its normal controls; of C itself ``whole``.
+
+    For two halves, H, whose bases P are fitted on the other.
+    """
+
+    traces: Float[Tensor, "h p one_plus_b"]
+    squares: Float[Tensor, "h p one_plus_b"]
+    whole: Float[Tensor, "h two"]
+
+    @classmethod
+    def of(
+        cls, covariances: Float[Tensor, "h d d"], bases: Float[Tensor, "h p d k"], draws: int, seed: int
+    ) -> LeftOver:
+        """From covariances of trace one, in float64. What controls hold goes in float32, which leaves it six digits.
+
+        ``tr P C P = tr C - tr Q^T C Q`` and ``|P C P|^2 = |C|^2 - 2 tr Q^T C^2 Q + |Q^T C Q|^2``: all but the last is
+        linear in C or its square, as energies are.
+        """
+        device, q = covariances.device, bases.to(covariances)
+        drawn = Draws.of(q, draws, seed, device, torch.float32)
+        twice = covariances @ covariances
+        _, normal = drawn.of_moments(torch.stack([covariances, twice], dim=1))
+        image = covariances[:, None] @ q
+        small = q.mT @ image
+        once = torch.cat([small.diagonal(dim1=2, dim2=3).sum(dim=2)[:, :, None], normal[:, :, 0]], dim=2)
+        second = torch.cat([image.square().sum(dim=(2, 3))[:, :, None], normal[:, :, 1]], dim=2)
+        both = torch.cat([small.square().sum(dim=(2, 3))[:, :, None], drawn.lengths(covariances)], dim=2)
+        trace, length = covariances.diagonal(dim1=1, dim2=2).sum(dim=1), covariances.square().sum(dim=(1, 2))
+        whole = torch.stack([trace, length], dim=1)
+        left = trace[:, None, None] - once
+        if not bool((left > NOTHING * trace[:, None, None]).all()):
+            raise DegenerateError(ALL_HELD)
+        return cls(left, length[:, None, None] - 2 * second + both, whole)
+
+    def by_half(self) -> list[dict[str, np.ndarray]]:
+        """As tables of one site, for each half."""
+        return [
+            {name: getattr(self, name)[half, None].cpu().numpy() for name in ("traces", "squares", "whole")}
+            for half in range(len(self.whole))
+        ]
 
 
 def unit_covariance(gradients: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
@@ -126,8 +177,8 @@ def isoscores_without(
     small = bases.transpose(1, 2) @ image
     trace = covariance.trace() - small.diagonal(dim1=1, dim2=2).sum(dim=1)
     square = covariance.square().sum() - 2 * image.square().sum(dim=(1, 2)) + small.square().sum(dim=(1, 2))
-    if not bool((trace > 1e-12 * covariance.trace()).all()):
-        raise DegenerateError("some basis holds all of the gradient's variance: nothing is left to measure without it")
+    if not bool((trace > NOTHING * covariance.trace()).all()):
+        raise DegenerateError(ALL_HELD)
     keep = 1 - zeta
     ratio = trace.square() / (keep**2 * square + (1 - keep**2) * trace.square() / d)
     return (ratio - 1) / (d - 1)

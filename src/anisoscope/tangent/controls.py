@@ -2,6 +2,10 @@
 
 All draws of one call come from one block of Gaussians, drawn on the CPU in float32 whatever the device and precision
 asked for: the same seed means the same spans everywhere.
+
+Normal controls are drawn in D - K dimensions, once for all bases, and carried into a basis's complement by the
+reflection that swaps the span of the basis with the first K axes. So what a draw needs to become orthonormal does not
+depend on the basis, and a second moment is reflected once instead of every draw being projected.
 """
 
 from __future__ import annotations
@@ -73,8 +77,9 @@ def control_bases(
 ) -> Float[Tensor, "b d k"]:
     """Orthonormal bases of the same rank to compare ``basis`` with.
 
-    - ``normal``: Gaussian columns, projected off ``basis``, made orthonormal: uniform (Haar) in its complement.
-    - ``random``: the same Gaussian columns, not projected: uniform in the whole space.
+    - ``random``: Gaussian columns made orthonormal: uniform (Haar) in the whole space.
+    - ``normal``: the same columns without their first K coordinates, made orthonormal and reflected: uniform in the
+      complement of ``basis``. They depend on its span alone, not on the vectors that span it.
     - ``normal_top``: the directions of the complement along which ``rows`` vary most. One draw, no chance in it; for
       more draws the rows are drawn anew with replacement (the first draw stays the plain one).
 
@@ -93,17 +98,46 @@ def control_bases(
         if rows.shape[1] != d:
             raise ShapeError(f"rows have width {rows.shape[1]}, the basis {d}; they must live in the same space")
         return _normal_top(basis, rows, draws, seed)
-    columns = _drawn_bases(d, k, draws, seed, basis)
-    for _ in range(2):  # the first pass leaves a rounding error along the basis, which the second takes off
-        columns = orthonormal(columns - basis @ (basis.T @ columns))
+    few = _normal_bases(d, k, draws, seed, basis)
+    mirror = mirrors(basis[None])[0].to(few)
+    columns = mirror @ (-mirror[k:].T @ few)
+    columns[:, k:] += few
     return columns
+
+
+def mirrors(bases: Float[Tensor, "p d k"]) -> Float[Tensor, "p d k"]:
+    """X of each basis Q such that ``I - X X^T`` is the reflection that swaps span(Q) with the first K axes; float64.
+
+    With ``U diag(s) V^T`` the singular value decomposition of the first K rows of Q, X has the rows ``U sqrt(1 + s)``
+    and below them those of ``Q V / sqrt(1 + s)``, so that ``X^T X = 2``. Where no s is zero this is the same for every
+    basis of a span; where one is, a whole family of reflections does it and one of them is taken.
+    """
+    q, k = orthonormal(bases.double()), bases.shape[2]
+    left, values, right = torch.linalg.svd(q[:, :k])
+    return mirrored(q, left, values, right.mT)
+
+
+def mirrored(
+    q: Float[Tensor, "*lead d k"], left: Float[Tensor, "*lead k k"], values: Float[Tensor, "*lead k"],
+    right: Float[Tensor, "*lead k k"],
+) -> Float[Tensor, "*lead d k"]:  # fmt: skip
+    """``mirrors`` from the decomposition of the first K rows of Q."""
+    root = (1 + values).sqrt()[..., None, :]
+    found = q @ (right / root)
+    found[..., : q.shape[-1], :] = left * root
+    return found
 
 
 def _drawn_bases(width: int, rank: int, draws: int, seed: int, like: Tensor) -> Float[Tensor, "b d k"]:
     """``gaussian_draws`` as a stack of matrices, in the type and on the device of ``like``."""
+    return _as_bases(gaussian_draws(width, rank, draws, seed=seed, device=like.device), like.dtype)
+
+
+def _normal_bases(width: int, rank: int, draws: int, seed: int, like: Tensor) -> Float[Tensor, "b e k"]:
+    """Orthonormal bases in D - K dimensions, of the draws without their first K coordinates."""
     if like.device.type == "cpu" and width * draws * rank <= KEPT_NUMBERS:
         return _kept_bases(width, rank, draws, seed, like.dtype)
-    return _as_bases(gaussian_draws(width, rank, draws, seed=seed, device=like.device), like.dtype)
+    return orthonormal(_drawn_bases(width, rank, draws, seed, like)[:, rank:])
 
 
 def _as_bases(draws: Float[Tensor, "d b k"], dtype: torch.dtype) -> Float[Tensor, "b d k"]:
@@ -111,8 +145,8 @@ def _as_bases(draws: Float[Tensor, "d b k"], dtype: torch.dtype) -> Float[Tensor
 
 
 @lru_cache(maxsize=4)
-def _kept_bases(width: int, rank: int, draws: int, seed: int, dtype: torch.dtype) -> Float[Tensor, "b d k"]:
-    return _as_bases(gaussian_draws(width, rank, draws, seed=seed), dtype)
+def _kept_bases(width: int, rank: int, draws: int, seed: int, dtype: torch.dtype) -> Float[Tensor, "b e k"]:
+    return orthonormal(_as_bases(gaussian_draws(width, rank, draws, seed=seed), dtype)[:, rank:])
 
 
 def orthonormal(columns: Float[Tensor, "b d k"]) -> Float[Tensor, "b d k"]:

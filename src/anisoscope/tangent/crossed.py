@@ -18,11 +18,11 @@ from torch import Tensor
 
 from anisoscope.errors import OptionError, ShapeError
 from anisoscope.estimate import Estimate
-from anisoscope.measures.uncertainty import Bar, fields
+from anisoscope.measures.uncertainty import fields
 from anisoscope.stats.moments import gram
 from anisoscope.tangent.controls import check_basis, check_complement
 from anisoscope.tangent.drawn import Draws
-from anisoscope.tangent.units import FEWEST, Halves, in_range, jackknife, mean_of_halves, p_value
+from anisoscope.tangent.units import Halves, in_range, jackknife, mean_of_draws, mean_of_halves, p_value
 
 LEAST_NULL = 1e-6  # of chance: below this, what controls hold is the rounding of float32
 
@@ -81,40 +81,61 @@ def crossed_tests(
     rows = in_range(gradients, "gradients")
     groups = torch.zeros(len(rows), dtype=torch.int64) if bins is None else bins.cpu().long()
     labels = labels if bins is not None else ()
-    halves_found = []
-    for half in (0, 1):
-        other = 1 - half
-        stacked = torch.stack([bases[name][other].to(rows.device) for name in names])
-        halves_found.append(_tested(rows, halves, half, stacked, groups, len(labels), draws, 2 * seed + other))
+    # The basis of one half against the gradients of the other, and the same draws in both: two fits to one model are
+    # nearly the same basis, and a null of two independent ones would be too narrow for it.
+    fitted = torch.stack([torch.stack([bases[name][1 - half].to(rows.device) for name in names]) for half in (0, 1)])
+    sides = [_Side.of(rows, halves, half, fitted[half], groups, len(labels)) for half in (0, 1)]
+    drawn = Draws.of(fitted, draws, seed, rows.device, rows.dtype)
+    random, normal = drawn.of_moments(torch.stack([side.seconds for side in sides]))
+    halves_found = [
+        _tested(side, halves, len(labels), random[half].cpu(), normal[half].cpu()) for half, side in enumerate(sides)
+    ]
     return {
         name: {label: _test(halves_found, at, group, rank, width, draws) for group, label in enumerate((*labels, ""))}
         for at, name in enumerate(names)
     }
 
 
+@dataclass(frozen=True)
+class _Side:
+    """Gradients of one half against the bases of the other: second moments by group, and energies by row."""
+
+    number: Int[Tensor, "c"]
+    seconds: Float[Tensor, "c d d"]
+    place: Int[Tensor, "n"]
+    energies: Float[Tensor, "n"]
+    along: Float[Tensor, "p n"]
+
+    @classmethod
+    def of(cls, rows: Tensor, halves: Halves, half: int, bases: Tensor, groups: Tensor, count: int) -> _Side:
+        """Of the rows of a half."""
+        at = halves.rows[half].cpu()
+        group = groups[at]
+        # Rows of a group side by side, so that its second moment is one product over a slice.
+        order = group.argsort(stable=True)
+        at = at[order]
+        g = rows.index_select(0, at.to(rows.device))
+        number = torch.bincount(group, minlength=max(count, 1))
+        flat = bases.permute(1, 0, 2).reshape(bases.shape[1], -1).to(g)
+        along = (g @ flat).unflatten(1, (len(bases), -1)).double().square().sum(dim=2).T.cpu()
+        return cls(
+            number,
+            torch.stack([gram(part) for part in g.split(number.tolist())]),
+            halves.units.index[at] * max(count, 1) + group[order],
+            torch.linalg.vector_norm(g, dim=1).double().square().cpu(),
+            along,
+        )
+
+
 def _tested(
-    rows: Tensor, halves: Halves, half: int, bases: Tensor, groups: Tensor, count: int, draws: int, seed: int
+    side: _Side, halves: Halves, count: int, random: Float[Tensor, "c b"], normal: Float[Tensor, "p c b"]
 ) -> _Tested:
-    at = halves.rows[half].cpu()
-    group = groups[at]
-    # Rows of a group side by side, so that its second moment is one product over a slice.
-    order = group.argsort(stable=True)
-    at = at[order]
-    g = rows.index_select(0, at.to(rows.device))
-    number = torch.bincount(group, minlength=max(count, 1))
-    seconds = torch.stack([gram(part) for part in g.split(number.tolist())])
-    flat = bases.permute(1, 0, 2).reshape(bases.shape[1], -1).to(g)
-    along = (g @ flat).unflatten(1, (len(bases), -1)).double().square().sum(dim=2).T.cpu()
-    energies = torch.linalg.vector_norm(g, dim=1).double().square().cpu()
-    drawn = Draws.of(bases, draws, seed, g.device, g.dtype)
-    random, normal = drawn.of_moments(seconds)
-    # One table of sums over sequence and group: everything below works on it.
-    unit, cell = halves.units.index[at], group[order]
-    place = unit * max(count, 1) + cell
-    cells = halves.units.count * max(count, 1)
-    bottoms = torch.zeros(cells, dtype=torch.float64).index_add_(0, place, energies).view(halves.units.count, -1)
-    tops = torch.zeros(len(bases), cells, dtype=torch.float64).index_add_(1, place, along)
-    tops = tops.view(len(bases), halves.units.count, -1)
+    """One table of sums over sequence and group: everything after it works on it."""
+    number, bases, cells = side.number, len(side.along), halves.units.count * max(count, 1)
+    bottoms = torch.zeros(cells, dtype=torch.float64).index_add_(0, side.place, side.energies)
+    bottoms = bottoms.view(halves.units.count, -1)
+    tops = torch.zeros(bases, cells, dtype=torch.float64).index_add_(1, side.place, side.along)
+    tops = tops.view(bases, halves.units.count, -1)
     if count:
         bottoms = torch.cat([bottoms, bottoms.sum(dim=1, keepdim=True)], dim=1)
         tops = torch.cat([tops, tops.sum(dim=2, keepdim=True)], dim=2)
@@ -122,12 +143,12 @@ def _tested(
         random = torch.cat([random, random.sum(dim=0, keepdim=True)])
         normal = torch.cat([normal, normal.sum(dim=1, keepdim=True)], dim=1)
         number = torch.cat([number, number.sum(dim=0, keepdim=True)])
-    return _Tested(number, bottoms, tops, random.cpu(), normal.cpu())
+    return _Tested(number, bottoms, tops, random, normal)
 
 
 def _test(found: Sequence[_Tested], at: int, group: int, rank: int, width: int, draws: int) -> CrossedTest | str:
     """One test from the tables of both halves."""
-    shares, controls, ratios, nulls = [], [], [], []
+    shares, ratios, normals, nulls = [], [], [], []
     for one in found:
         top, bottom = one.tops[at, :, group], one.bottoms[:, group]
         total = float(bottom.sum())
@@ -143,10 +164,6 @@ def _test(found: Sequence[_Tested], at: int, group: int, rank: int, width: int, 
         # A row's mean energy along infinitely many normal controls goes as |g|^2 - |g Q|^2; its factor cancels below.
         under = (bottom - top).clamp_min(0)
         shares.append(Estimate(value=share, n=n, method="|G Q|^2 / |G|^2", **fields(jackknife(top, bottom, units))))
-        spread = None
-        if draws >= FEWEST:
-            spread = Bar(float(normal.std(correction=1)) / draws**0.5, draws - 1, f"{draws} normal controls")
-        controls.append(Estimate(value=mean, n=n, method="mean share of normal controls", **fields(spread)))
         limit = float(top.sum() / under.sum()) if float(under.sum()) > 0 else 0.0
         bar = jackknife(top, under, units) if limit > 0 else None
         ratios.append(
@@ -157,7 +174,9 @@ def _test(found: Sequence[_Tested], at: int, group: int, rank: int, width: int, 
                 **fields(bar and bar.scaled(share / mean / limit)),
             )
         )
+        normals.append(normal)
         nulls.append(random)
     share_both = mean_of_halves(*shares)
+    control = mean_of_draws(normals[0], normals[1], share_both.n, "mean share of normal controls", "normal controls")
     p = p_value(share_both.value, (nulls[0] + nulls[1]) / 2)
-    return CrossedTest(share_both, mean_of_halves(*controls), mean_of_halves(*ratios), p)
+    return CrossedTest(share_both, control, mean_of_halves(*ratios), p)

@@ -126,20 +126,15 @@ def _drawn(
     found: Gradients, basis: Float[Tensor, "d k"], draws: int, seed: int, normal: bool
 ) -> tuple[Float[Tensor, "b"], Float[Tensor, "b"] | None]:
     """Shares of random and of normal controls, through the second moment or through rows, whichever is cheaper."""
-    # Without normal controls there is nothing to project off, and the rank may be more than half of the width.
-    drawn = Draws.of(basis[None] if normal else basis[None][:0], draws, seed, found.rows.device, found.rows.dtype)
+    # Without normal controls there is nothing to reflect, and the rank may be more than half of the width.
+    bases = (basis[None] if normal else basis[None][:0])[None]
+    drawn = Draws.of(bases, draws, seed, found.rows.device, found.rows.dtype)
     if found.by_moment(draws * basis.shape[1]):
-        random, off = drawn.of_moments(found.second[None])
-        return random[0] / found.total, off[0, 0] / found.total if normal else None
-    rows = found.rows.to(drawn.z)
-    images = drawn.z @ rows.T
-    form = (images @ images.mT).double()[None]
-    random = drawn.random(form)[0] / found.total
-    if not normal:
-        return random, None
-    within, held = drawn.against(drawn.q)[0], rows @ drawn.q[0]
-    across = (images @ held).mT - (held.T @ held) @ within / 2
-    return random, drawn.normal(within, form, across[None])[0] / found.total
+        of_moment = drawn.of_moments(found.second[None, None])
+        random, off = of_moment[0][0, 0], of_moment[1][0, :, 0]
+    else:
+        random, off = drawn.of_rows(found.rows)
+    return random / found.total, off[0] / found.total if normal else None
 
 
 @dataclass(frozen=True)

@@ -272,8 +272,8 @@ def cross_fit(
             if basis.shape[1] != rank:
                 raise ShapeError(f"the fit was asked for rank {rank} and gave a basis of shape {tuple(basis.shape)}")
             rows = activations[halves[other]] if controls == "normal_top" else None
-            # Another seed for each half: shared controls would tie the two halves together.
-            folds.append(run_test(tested[1 - other], basis, controls, draws, 2 * seed + other, rows))
+            # The same draws for both halves, as in ``crossed_tests``.
+            folds.append(run_test(tested[1 - other], basis, controls, draws, seed, rows))
         results.append(_averaged(rank, folds[0], folds[1]))
     return tuple(results)
 

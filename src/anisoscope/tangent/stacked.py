@@ -10,7 +10,6 @@ B draws, K the rank, D the width.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,9 +22,9 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures.small_eigh import small_eigh
 from anisoscope.stats.moments import cell_grams
 from anisoscope.tangent.crossed import LEAST_NULL, CrossedTest
-from anisoscope.tangent.drawn import held_gaussians
+from anisoscope.tangent.drawn import held_gaussians, tight
 from anisoscope.tangent.stacked_controls import Moments, of_controls
-from anisoscope.tangent.units import FEWEST, GIVEN, Halves, over_both
+from anisoscope.tangent.units import FEWEST, GIVEN, Halves, in_both, over_both
 
 WIDE_CELLS = 1 << 27
 ZETA = 0.1  # the default of ``anisotropy_share``
@@ -106,10 +105,10 @@ def seen_by_half(
     total = moments.sum(dim=1)
     if layout.labels:
         table = torch.cat([table, table.sum(dim=3, keepdim=True)], dim=3)
-    tight = 8 * rank > width  # as ``Draws.of``: float32 would cancel there
-    z = held_gaussians(width, rank, draws, seed=seed, device=g.device, dtype=torch.float32).z
+    drawn = held_gaussians(width, rank, draws, seed=seed, device=g.device, dtype=torch.float64)
     groups = moments if layout.labels else moments[:, :0]
-    found = of_controls(Moments(groups, total, means, len(at)), bases, z, torch.float64 if tight else g.dtype)
+    narrow = torch.float64 if tight(width, rank) else g.dtype
+    found = of_controls(Moments(groups, total, means, len(at)), bases, drawn, narrow)
     return Seen(table[:, 0], table[:, 1:], **vars(found))
 
 
@@ -132,11 +131,11 @@ def tests_of_sites(
     units = [pair for site in np.stack([one.units, two.units], axis=2).tolist() for pair in map(tuple, site * bases)]
     names = {(a, b): over_both(f"{a} sequences", f"{b} sequences") for a, b in set(units)}  # few, as a rule
     over = [names[pair] for pair in units]
-    words, controls = (GIVEN, *notes), [over_both(*[f"{draws} normal controls"] * 2)] * len(n)
+    words, controls = (GIVEN, *notes), [in_both(f"{draws} normal controls")] * len(n)
     told = zip(
-        joined(one.share, two.share, "|G Q|^2 / |G|^2", n, over, words, good),
-        joined(one.control, two.control, "mean share of normal controls", n, controls, words, good),
-        joined(one.ratio, two.ratio, "e(Q) / mean_b e(Q_b), normal controls", n, over, words, good),
+        estimates(halved(one.share, two.share), "|G Q|^2 / |G|^2", n, over, words, good),
+        estimates(over_draws(one.normal, two.normal), "mean share of normal controls", n, controls, words, good),
+        estimates(halved(one.ratio, two.ratio), "e(Q) / mean_b e(Q_b), normal controls", n, over, words, good),
         p,
         strict=True,
     )
@@ -150,7 +149,8 @@ def tests_of_sites(
 
 @dataclass(frozen=True)
 class Side:
-    """A number of one half, of all sites and bases (and groups) at once: values, and error bars where ``there``."""
+    """A number of one half or of both, of all sites and bases (and groups) at once: values, and error bars where
+    ``there``."""
 
     value: np.ndarray
     stderr: np.ndarray
@@ -158,23 +158,33 @@ class Side:
     there: np.ndarray | bool
 
 
-def joined(
-    one: Side, two: Side, method: str, n: Sequence[int], over: Sequence[str], notes: tuple[str, ...],
-    wanted: Sequence[bool],
-) -> list[Estimate | None]:  # fmt: skip
-    """``units.mean_of_halves`` of them all, one after the other; None where it is not wanted."""
-    blank = np.zeros(one.value.shape, dtype=np.int64)
-    there, dof = (blank == 0) & one.there & two.there, blank + one.dof + two.dof
-    columns = ((one.value + two.value) / 2, one.stderr, two.stderr, there, dof)
+def halved(one: Side, two: Side) -> Side:
+    """``units.mean_of_halves`` of them all."""
+    stderr = np.hypot(one.stderr, two.stderr) / 2
+    return Side((one.value + two.value) / 2, stderr, one.dof + two.dof, np.logical_and(one.there, two.there))
+
+
+def over_draws(one: np.ndarray, two: np.ndarray, shift: np.ndarray | float = 0.0) -> Side:
+    """``units.mean_of_draws`` of them all; draws come last."""
+    mean, sd = _mean_and_sd((one + two) / 2)
+    draws = one.shape[-1]
+    return Side(shift + mean, sd / draws**0.5, draws - 1, draws >= FEWEST)
+
+
+def estimates(
+    side: Side, method: str, n: Sequence[int], over: Sequence[str], notes: tuple[str, ...], wanted: Sequence[bool]
+) -> list[Estimate | None]:
+    """As Estimates, one after the other; None where it is not wanted."""
+    blank = np.zeros(side.value.shape, dtype=np.int64)
+    columns = (side.value, side.stderr, (blank == 0) & side.there, blank + side.dof)
     method = f"{method}, cross-fitted"
     found: list[Estimate | None] = []
-    for value, a, b, bar, free, rows, units, want in zip(
+    for value, stderr, bar, free, rows, units, want in zip(
         *(column.reshape(-1).tolist() for column in columns), n, over, wanted, strict=True
     ):
         if not want:
             found.append(None)
         elif bar:
-            stderr = math.hypot(a, b) / 2
             found.append(Estimate(value=value, stderr=stderr, n=rows, method=method, notes=notes, over=units, dof=free))
         else:
             found.append(Estimate(value=value, stderr=None, n=rows, method=method, notes=notes))
@@ -190,8 +200,8 @@ class _Ready:
     total: np.ndarray
     mean: np.ndarray
     random: np.ndarray
+    normal: np.ndarray
     share: Side
-    control: Side
     ratio: Side
 
 
@@ -205,8 +215,8 @@ def _ready(half: Mapping[str, np.ndarray], number: np.ndarray, rank: int, width:
     safe = np.where(total > 0, total, 1.0)
     share = along / safe
     stderr, count, there = jackknives(top, bottom)
-    mean, sd = _mean_and_sd(half["normal"] / safe[..., None])
-    draws = half["normal"].shape[3]
+    normal = half["normal"] / safe[..., None]
+    mean = normal.mean(axis=-1)
     under = np.maximum(bottom - top, 0) * (rank / (width - rank))
     beside = under.sum(axis=0)
     limit = np.where(beside > 0, along / np.where(beside > 0, beside, 1.0), 0.0)
@@ -219,8 +229,8 @@ def _ready(half: Mapping[str, np.ndarray], number: np.ndarray, rank: int, width:
         total=total,
         mean=mean,
         random=half["random"] / safe[:, 0, :, None],
+        normal=normal,
         share=Side(share, stderr, count - 1, there),
-        control=Side(mean, sd / draws**0.5, draws - 1, draws >= FEWEST),
         ratio=Side(rate, spread * scale, units - 1, known & (limit > 0)),
     )
 
@@ -274,18 +284,15 @@ def isoscore_shares(
         ratio = trace**2 / (keep**2 * square + (1 - keep**2) * trace**2 / width)
         return (ratio - 1) / (width - 1)
 
-    sides = []
+    deltas = []
     for half in halves:
         traces, squares, whole = (half[name][sites] for name in ("traces", "squares", "whole"))
-        deltas = score(traces, squares) - score(whole[:, 0], whole[:, 1])[:, None, None]
-        mean, sd = _mean_and_sd(deltas[:, :, 1:])
-        b = deltas.shape[2] - 1
-        sides.append(Side(deltas[:, :, 0] - mean, sd / b**0.5, b - 1, b >= FEWEST))
-    bases, count = traces.shape[1], traces.shape[0] * traces.shape[1]
-    method, over = f"Delta(Q) - mean_b Delta(Q_b) of isoscore_star, z={ZETA:g}, plugin", f"{b} controls"
-    found = joined(
-        sides[0], sides[1], method, [sum(rows)] * count, [over_both(over, over)] * count, (GIVEN,), [True] * count
-    )
+        deltas.append(score(traces, squares) - score(whole[:, 0], whole[:, 1])[:, None, None])
+    one, two = deltas
+    side = over_draws(-one[:, :, 1:], -two[:, :, 1:], (one[:, :, 0] + two[:, :, 0]) / 2)
+    bases, count, controls = one.shape[1], one.shape[0] * one.shape[1], f"{one.shape[2] - 1} controls"
+    method, over = f"Delta(Q) - mean_b Delta(Q_b) of isoscore_star, z={ZETA:g}, plugin", in_both(controls)
+    found = estimates(side, method, [sum(rows)] * count, [over] * count, (GIVEN,), [True] * count)
     each = [one for one in found if one is not None]
     return [each[at : at + bases] for at in range(0, count, bases)]
 

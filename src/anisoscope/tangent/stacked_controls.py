@@ -1,7 +1,9 @@
 """Energies of random and of normal controls in many second moments at once, and what is left without each control.
 
-``drawn.Draws`` says how: small matrices in place of orthonormal bases. Draws lie here with the width last, so that one
-product takes all of them through all moments and its result needs no rearranging.
+``drawn`` says how, by forms: small matrices in place of orthonormal bases. Draws lie here with the width last, zero in
+their first K coordinates, so that one product takes all of them through all moments and its result needs no
+rearranging. What the first K coordinates of random controls add is what a basis of the first K axes adds with another
+c; so these axes stand behind the reflections, and random controls are those of the last basis.
 
 Letters: S sites, P bases (kinds of proxies), C groups of tokens with all tokens as the last, B draws, K the rank, D the
 width.
@@ -16,13 +18,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.kernels import kernels_of, on_its_device
+from anisoscope.measures.small_eigh import small_eigh
 from anisoscope.stats.moments import PARTED_WIDTH
 from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores, two_parts
-from anisoscope.tangent.sweeps import has_kernels, inverses
+from anisoscope.tangent.controls import mirrored
+from anisoscope.tangent.drawn import Gaussians
+from anisoscope.tangent.sweeps import has_kernels
 
 IMAGE_CELLS = 1 << 27  # images of draws held at a time
 MOST_RANK = 32  # larger matrices no longer fit into registers
-SINGULAR = 1e14  # the condition from which on an inverse in float64 says nothing
+LEAST_COSINE = 1e-6  # between a basis and the first axes, from where on the plain path chooses a reflection
 
 
 @dataclass(frozen=True)
@@ -55,18 +60,32 @@ class OfControls:
     whole: Float[Tensor, "s two"]
 
 
-def of_controls(
-    moments: Moments, bases: Float[Tensor, "s p d k"], z: Float[Tensor, "b k d"], dtype: torch.dtype
-) -> OfControls:
+@dataclass(frozen=True)
+class _Drawn:
+    """Draws with nothing in their first K coordinates, these coordinates, and inverses: of bases and of random ones."""
+
+    z: Float[Tensor, "b k d"]
+    head: Float[Tensor, "b k k"]
+    off: Float[Tensor, "p_plus_one b k k"]
+
+    @classmethod
+    def of(cls, drawn: Gaussians, bases: int) -> _Drawn:
+        """In float64, beside so many bases."""
+        off = torch.cat([drawn.of_few.expand(bases, -1, -1, -1), drawn.of_whole[None]])
+        return cls(torch.nn.functional.pad(drawn.tail.double(), (drawn.head.shape[2], 0)), drawn.head.double(), off)
+
+
+def of_controls(moments: Moments, bases: Float[Tensor, "s p d k"], drawn: Gaussians, dtype: torch.dtype) -> OfControls:
     """All of it, a few sites at a time. ``dtype`` is that of products with the moments of groups."""
     sites, groups = moments.groups.shape[:2]
-    step = max(1, IMAGE_CELLS // ((groups + 2) * z.numel()))
-    wide, near = z.double(), z.to(dtype)
-    inner = wide @ wide.mT
-    by_kernel = has_kernels(z.device, z.shape[1]) and z.shape[1] <= MOST_RANK and bases.shape[1] > 0
-    of_few = _by_kernel if by_kernel else _of_few
+    count, rank, wide = bases.shape[1], bases.shape[3], _Drawn.of(drawn, bases.shape[1])
+    near = wide.z.to(dtype)
+    step = max(1, IMAGE_CELLS // ((groups + 2) * near.numel()))
+    by_kernel = has_kernels(near.device, rank) and rank <= MOST_RANK and count > 0
+    of_few, q = _by_kernel if by_kernel else _of_few, _orthonormal(bases.double())
+    mirrors = _mirrors(q)
     parts = [
-        of_few(moments[few], bases[few], wide, near, inner)
+        of_few(moments[few], q[few], mirrors[few], wide, near)
         for few in (slice(at, at + step) for at in range(0, sites, step))
     ]
     if len(parts) == 1:
@@ -74,27 +93,49 @@ def of_controls(
     return OfControls(*(torch.cat([getattr(one, name) for one in parts]) for name in OfControls.__annotations__))
 
 
+def _orthonormal(q: Float[Tensor, "s p d k"]) -> Float[Tensor, "s p d k"]:
+    """Columns that are orthonormal to float32 made so to float64, by a step of Newton's; no question to the device."""
+    return torch.baddbmm(q.flatten(0, 1), q.flatten(0, 1), (q.mT @ q).flatten(0, 1), beta=1.5, alpha=-0.5).view_as(q)
+
+
+def _mirrors(q: Float[Tensor, "s p d k"]) -> Float[Tensor, "s p_plus_one d k"]:
+    """``controls.mirrors`` of each basis, and then the first axes; NaN where reflections of a basis are many, or none:
+    such a site is then left to the plain path."""
+    sites, bases, _, k = q.shape
+    top = q[:, :, :k]
+    inner = (top.mT @ top).flatten(0, 1)
+    # What is not finite would end the decomposition of all of them.
+    values, right = small_eigh(torch.where(torch.isfinite(inner.sum(dim=(1, 2), keepdim=True)), inner, 0.0))
+    cosines, right = values.clamp_min(0).sqrt().view(sites, bases, k), right.view_as(top)
+    left = top @ right / torch.where(cosines > LEAST_COSINE, cosines, torch.nan)[:, :, None]
+    axes = torch.eye(q.shape[2], k, dtype=q.dtype, device=q.device).expand(sites, 1, -1, -1)
+    return torch.cat([mirrored(q, left, cosines, right), axes], dim=1)
+
+
 def _of_few(
-    moments: Moments, q: Float[Tensor, "s p d k"], z: Float[Tensor, "b k d"], near: Float[Tensor, "b k d"],
-    inner: Float[Tensor, "b k k"],
+    moments: Moments, q: Float[Tensor, "s p d k"], x: Float[Tensor, "s p_plus_one d k"], drawn: _Drawn,
+    near: Float[Tensor, "b k d"],
 ) -> OfControls:  # fmt: skip
-    groups, q = moments.groups.to(near.dtype), q.double()
+    groups, z = moments.groups.to(near.dtype), drawn.z
     images = _images(moments.total[:, None], z)
     whole = _form(images, z)
     form = torch.cat([_form(_images(groups, near), near), whole], dim=1) if groups.shape[1] else whole
-    own, across = _through(moments.total[:, None], q, z)
+    own, across = _through(moments.total[:, None], x, z)
     if groups.shape[1]:
-        few = _through(groups, q.to(near.dtype), near)
+        few = _through(groups, x.to(near.dtype), near)
         own_all, across_all = (torch.cat(two, dim=2) for two in zip(few, (own, across), strict=True))
     else:
         own_all, across_all = own, across
-    c = _against(q, z)
-    inverse, off = _inverses(inner, inner - c.mT @ c)
-    mixer = c @ off
-    random = (form * inverse).sum(dim=(3, 4))
-    normal = torch.einsum("scbij,spbij->spcb", form, off) - 2 * torch.einsum("spcbij,spbij->spcb", across_all, mixer)
-    normal = normal + torch.einsum("spcil,spblj,spbij->spcb", own_all, c, mixer)
-    return OfControls(random, normal, *_left_over(moments, q, z, images[:, :, :, 0], (whole, own, across), (c, off)))
+    c = _against(x, z)
+    c[:, -1] = -drawn.head.mT
+    mixer = c @ drawn.off
+    found = torch.einsum("scbij,pbij->spcb", form, drawn.off) - 2 * torch.einsum(
+        "spcbij,spbij->spcb", across_all, mixer
+    )
+    found = found + torch.einsum("spcil,spblj,spbij->spcb", own_all, c, mixer)
+    normal = (own[:, :-1], across[:, :-1], c[:, :-1], drawn.off[:-1])
+    left = _left_over(moments, q, x[:, :-1], z, images[:, :, :, 0], whole, normal)
+    return OfControls(found[:, -1], found[:, :-1], *left)
 
 
 def _images(moments: Float[Tensor, "s c d d"], z: Float[Tensor, "b k d"]) -> Float[Tensor, "b k s c d"]:
@@ -135,34 +176,18 @@ def _against(columns: Float[Tensor, "*lead d k"], z: Float[Tensor, "b k d"]) -> 
     return flat.unflatten(-1, (b, k)).transpose(-3, -2).double()
 
 
-def _inverses(
-    inner: Float[Tensor, "b k k"], off: Float[Tensor, "s p b k k"]
-) -> tuple[Float[Tensor, "b k k"], Float[Tensor, "s p b k k"]]:
-    """NaN where there is none: such a site is then left to the plain path."""
-    both = torch.cat([inner, off.flatten(0, 2)])
-    if has_kernels(inner.device, inner.shape[1]):
-        found, good = inverses(both, torch.ones(len(both), dtype=torch.bool, device=both.device), SINGULAR)
-    else:
-        factor, failed = torch.linalg.cholesky_ex(both)
-        good = failed == 0
-        eye = torch.eye(both.shape[1], dtype=both.dtype, device=both.device)
-        found = torch.cholesky_inverse(torch.where(good[:, None, None], factor, eye))
-    found = torch.where(good[:, None, None], found, torch.nan)
-    return found[: len(inner)], found[len(inner) :].view_as(off)
-
-
 def _left_over(
-    moments: Moments, q: Float[Tensor, "s p d k"], z: Float[Tensor, "b k d"], images: Float[Tensor, "b k s d"],
-    of_total: tuple[Tensor, Tensor, Tensor], small: tuple[Tensor, Tensor],
+    moments: Moments, q: Float[Tensor, "s p d k"], x: Float[Tensor, "s p d k"], z: Float[Tensor, "b k d"],
+    images: Float[Tensor, "b k s d"], form: Float[Tensor, "s one b k k"], normal: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> tuple[Float[Tensor, "s p one_plus_b"], Float[Tensor, "s p one_plus_b"], Float[Tensor, "s two"]]:  # fmt: skip
-    """From ``S z``, ``Z^T S Z``, ``Q^T S Q`` and ``Q^T S Z`` of all rows' second moment S: taking the mean off them is
+    """From ``S z``, ``Z^T S Z``, ``X^T S X`` and ``X^T S Z`` of all rows' second moment S: taking the mean off them is
     a product of vectors, and ``C^2`` is never formed."""
-    (form, own, across), (c, off), n, mean = of_total, small, moments.n, moments.mean
+    (own, across, c, off), n, mean = normal, moments.n, moments.mean
     unit = moments.covariance()
     trace = (moments.total.diagonal(dim1=1, dim2=2).sum(dim=1) - n * mean.square().sum(dim=1)) / (n - 1)
     shrink = 1 / (trace * (n - 1))
     along = torch.einsum("bkd,sd->sbk", z, mean)
-    inside = (mean[:, None, None] @ q)[:, :, 0]
+    inside = (mean[:, None, None] @ x)[:, :, 0]
     lead = shrink[:, None, None, None]
     form1 = (form[:, 0] - n * along[:, :, :, None] * along[:, :, None, :]) * lead
     own1 = (own[:, :, 0] - n * inside[:, :, :, None] * inside[:, :, None, :]) * lead
@@ -170,20 +195,22 @@ def _left_over(
     image = images.permute(2, 0, 1, 3) - n * along[:, :, :, None] * mean[:, None, None, :]
     image = image * lead
     form2 = image @ image.mT
-    once = unit[:, None] @ q
+    once = unit[:, None] @ x
     own2, across2 = once.mT @ once, _against(unit[:, None] @ once, z)
     turned = c.mT
 
-    def projected(form: Tensor, own: Tensor, across: Tensor) -> Tensor:
+    def reflected(form: Tensor, own: Tensor, across: Tensor) -> Tensor:
         mixed = turned @ across
         return off @ (form[:, None] - mixed - mixed.mT + turned @ own[:, :, None] @ c)
 
-    held1, held2 = projected(form1, own1, across1), projected(form2, own2, across2)
+    held1, held2 = reflected(form1, own1, across1), reflected(form2, own2, across2)
     one = unit.diagonal(dim1=1, dim2=2).sum(dim=1)
     two = unit.square().sum(dim=(1, 2))
-    first = torch.cat([_traces(own1)[:, :, None], _traces(held1)], dim=2)
-    second = torch.cat([_traces(own2)[:, :, None], _traces(held2)], dim=2)
-    both = torch.cat([own1.square().sum(dim=(2, 3))[:, :, None], (held1 * held1.mT).sum(dim=(3, 4))], dim=2)
+    basis = unit[:, None] @ q
+    inner = q.mT @ basis
+    first = torch.cat([_traces(inner)[:, :, None], _traces(held1)], dim=2)
+    second = torch.cat([basis.square().sum(dim=(2, 3))[:, :, None], _traces(held2)], dim=2)
+    both = torch.cat([inner.square().sum(dim=(2, 3))[:, :, None], (held1 * held1.mT).sum(dim=(3, 4))], dim=2)
     return one[:, None, None] - first, two[:, None, None] - 2 * second + both, torch.stack([one, two], dim=1)
 
 
@@ -193,49 +220,47 @@ def _traces(matrices: Float[Tensor, "*lead k k"]) -> Float[Tensor, "*lead"]:
 
 @on_its_device
 def _by_kernel(
-    moments: Moments, q: Float[Tensor, "s p d k"], z: Float[Tensor, "b k d"], near: Float[Tensor, "b k d"],
-    inner: Float[Tensor, "b k k"],
+    moments: Moments, q: Float[Tensor, "s p d k"], x: Float[Tensor, "s p_plus_one d k"], drawn: _Drawn,
+    near: Float[Tensor, "b k d"],
 ) -> OfControls:  # fmt: skip
     """The same by as few launches as there are products with moments, and one more: a GPU waits for the host here.
 
     With the scatter around the mean in place of the second moment of all rows, which is a product of vectors more.
     """
-    (sites, bases, width, k), b, groups = q.shape, len(z), moments.groups.shape[1]
-    mean, flat = moments.mean[:, None], z.view(b * k, width)
+    (sites, bases, width, k), b, groups, z = q.shape, len(near), moments.groups.shape[1], drawn.z
+    mean, flat, lines = moments.mean[:, None], z.view(b * k, width), (bases + 1) * k
     scatter = torch.baddbmm(moments.total, mean.mT, mean, alpha=-moments.n)
     images = flat @ scatter.view(sites * width, width).mT
     each = images.view(b, k, sites, width).permute(2, 0, 1, 3).reshape(sites * b, k, width)
-    rows = q.mT.to(torch.float64, memory_format=torch.contiguous_format, copy=True).view(sites, bases * k, width)
+    rows = torch.cat([x, q], dim=1).mT.reshape(sites, lines + bases * k, width)
     held = rows @ scatter
-    columns = torch.cat([rows, held, mean], dim=1)
-    found = OfControls(
-        z.new_empty(sites, groups + 1, b),
-        z.new_empty(sites, bases, groups + 1, b),
-        z.new_empty(sites, bases, b + 1),
-        z.new_empty(sites, bases, b + 1),
-        z.new_empty(sites, 2),
-    )
-    kernels = kernels_of("controls")
+    columns = torch.cat([rows[:, :lines], held[:, :lines], mean], dim=1)
+    against = columns.flatten(0, 1) @ flat.mT
+    against.view(sites, -1, b, k)[:, lines - k : lines] = -drawn.head.permute(2, 0, 1)
+    energies, left = z.new_empty(sites, bases + 1, groups + 1, b), z.new_empty(2, sites, bases, b + 1)
+    whole, kernels = z.new_empty(sites, 2), kernels_of("controls")
     places = max(kernels.LEAST_PLACES, 1 << (k - 1).bit_length())
     kernels.controls[(b, bases + 1, sites)](
-        inner, columns.flatten(0, 1) @ flat.mT, columns @ columns.mT, images.view(b, k * sites, width) @ z.mT,
-        each @ each.mT, held @ images.view(b * k, sites, width).permute(1, 2, 0), *_of_groups(moments, rows, near),
+        drawn.off, against, columns @ columns.mT, images.view(b, k * sites, width) @ z.mT, each @ each.mT,
+        held[:, :lines] @ images.view(b * k, sites, width).permute(1, 2, 0),
+        held[:, lines:] @ torch.cat([rows[:, lines:], held[:, lines:]], dim=1).mT,
+        *_of_groups(moments, rows[:, :lines], near),
         scatter.diagonal(dim1=1, dim2=2).sum(dim=1), torch.linalg.vector_norm(scatter.flatten(1), dim=1),
-        *vars(found).values(), SINGULAR, moments.n, sites, bases, b, groups,
+        energies, left[0], left[1], whole, moments.n, sites, bases, b, groups,
         K=k, P=places, num_warps=max(1, places * places // kernels.PER_WARP),
     )  # fmt: skip
-    return found
+    return OfControls(energies[:, -1], energies[:, :-1], left[0], left[1], whole)
 
 
 def _of_groups(
-    moments: Moments, rows: Float[Tensor, "s pk d"], near: Float[Tensor, "b k d"]
+    moments: Moments, rows: Float[Tensor, "s lines d"], near: Float[Tensor, "b k d"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``Z^T M Z``, ``Q^T M Q`` and ``Q^T M Z`` of each group as their products leave them, with nothing rearranged."""
+    """``Z^T M Z``, ``X^T M X`` and ``X^T M Z`` of each group as their products leave them, with nothing rearranged."""
     sites, count, width, _ = moments.groups.shape
     if not count:
         return rows, rows, rows  # nobody reads them
     groups, b, k = moments.groups.to(near.dtype).contiguous(), *near.shape[:2]
-    flat, q = near.view(b * k, width), rows.to(near.dtype)
+    flat, x = near.view(b * k, width), rows.to(near.dtype)
     forms = _product(flat, groups.view(-1, width)).view(b, k * sites * count, width) @ near.mT
-    held = q[:, None] @ groups
-    return forms, held.flatten(1, 2) @ q.mT, held.view(-1, width) @ flat.mT
+    held = x[:, None] @ groups
+    return forms, held.flatten(1, 2) @ x.mT, held.view(-1, width) @ flat.mT

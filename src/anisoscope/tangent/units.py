@@ -94,6 +94,25 @@ def mean_of_halves(one: Estimate, two: Estimate) -> Estimate:
     return Estimate(value=value, stderr=stderr, n=n, method=method, notes=(GIVEN,), over=over, dof=dof)
 
 
+def mean_of_draws(
+    one: Float[Tensor, "b"], two: Float[Tensor, "b"], n: int, method: str, name: str, shift: float = 0.0
+) -> Estimate:
+    """``shift`` plus the mean over draws of what two halves show of each; the same draws in both, so not independent.
+
+    The error bar is over the draws: each counts with the mean of its two numbers.
+    """
+    each, bar = (one + two) / 2, None
+    if len(each) >= FEWEST:
+        bar = Bar(float(each.std(correction=1)) / math.sqrt(len(each)), len(each) - 1, in_both(f"{len(each)} {name}"))
+    value, method = shift + float(each.mean()), f"{method}, cross-fitted"
+    return Estimate(value=value, n=n, method=method, notes=(GIVEN,), **fields(bar))
+
+
+def in_both(draws: str) -> str:
+    """What an error bar is over where both halves meet the same draws."""
+    return f"{draws}, the same in both halves"
+
+
 @functools.lru_cache(maxsize=256)
 def over_both(one: str, two: str) -> str:
     """What an error bar of both halves is over; the same few words at every site and look."""
