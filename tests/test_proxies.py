@@ -13,6 +13,7 @@ from anisoscope.errors import (
     TooFewRowsError,
     UnknownNameError,
 )
+from anisoscope.tangent.cloud import Cloud
 from anisoscope.tangent.proxies import KINDS, ProxyTracker, choose_rank, drift, fit_proxy, fit_ranks
 from anisoscope.tangent.spans import orthonormal, overlap, principal_angles
 
@@ -38,6 +39,17 @@ def on_a_subspace(seed, n=2000, d=20, k=4, noise=0.01):
 
 def sines2(a, b):
     return torch.sin(torch.deg2rad(principal_angles(a, b))).square()
+
+
+def test_proxies_of_one_cloud_are_those_of_its_rows(seed):
+    rows, _ = on_a_subspace(seed, n=300)
+    cloud = Cloud(rows, seed=seed)
+    for kind in KINDS:
+        shared, alone = (fit_proxy(given, kind, 4, seed=seed) for given in (cloud, rows))
+        assert torch.equal(shared.basis, alone.basis) and shared.facts == alone.facts
+    for wrong in ({"seed": seed + 1}, {"seed": seed, "centre": False}, {"seed": seed, "mask": torch.ones(300).bool()}):
+        with pytest.raises(OptionError, match="the cloud has seed"):
+            fit_proxy(cloud, "pca", 4, **wrong)
 
 
 def test_pca_misses_a_subspace_by_as_much_as_theory_says(seed):

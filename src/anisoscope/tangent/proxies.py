@@ -62,7 +62,7 @@ class Proxy:
 
 
 def fit_proxy(
-    rows: RowsLike | Rows,
+    rows: RowsLike | Rows | Cloud,
     kind: str,
     rank: int,
     *,
@@ -74,10 +74,17 @@ def fit_proxy(
     """Fit one proxy. ``warm`` is an earlier one of the same kind and rank, from which the fit goes on.
 
     ``centre=False`` lets ``seminmf``, ``pca`` and ``kmeans`` see the rows with their mean, which the span then holds
-    for the most part; the other kinds look at differences of rows or at none.
+    for the most part; the other kinds look at differences of rows or at none. Rows that several proxies are fitted to
+    may come as a ``Cloud`` with the same seed and centre: what fits share is then computed once.
     """
     _check(kind, centre)
-    return _fit(Cloud(rows, mask, seed=seed, centre=centre), kind, rank, warm)
+    cloud = rows if isinstance(rows, Cloud) else Cloud(rows, mask, seed=seed, centre=centre)
+    if cloud is rows and (cloud.seed != seed or cloud.centre != centre or mask is not None):
+        raise OptionError(
+            f"the cloud has seed {cloud.seed} and centre {cloud.centre}, asked for are seed {seed} and centre {centre}"
+            + ("" if mask is None else ", and a mask comes too late; mask the rows before")
+        )
+    return _fit(cloud, kind, rank, warm)
 
 
 def fit_ranks(
@@ -296,7 +303,7 @@ class ProxyTracker:
             raise OptionError(f"freeze_share is a share of training between 0 and 1, got {self.freeze_share}")
 
     def update(
-        self, step: int, rows: RowsLike | Rows, progress_share: float | None = None, *, mask: MaskLike = None
+        self, step: int, rows: RowsLike | Rows | Cloud, progress_share: float | None = None, *, mask: MaskLike = None
     ) -> tuple[ProxyTracker, Proxy, Float[Tensor, "k"] | None]:
         """The tracker after a probe at ``step``, the proxy to use there, and in mode ``drift`` the angles it turned by.
 
