@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from anisoscope.measures import neighbors_fused
+from anisoscope.measures import neighbors_fused, row_kernels
 from anisoscope.tangent import descending, descent, seminmf, stacked_fits, sweeps
 
 
@@ -45,9 +45,13 @@ def neighbours(rows, k, cells, again=4):
 def again():
     """Rows in doubt, of two heaps by lists that are too short, and where more than two of the nearest must be in one
     group; of some of them, or all, all bounds are looked at then."""
-    neighbors_fused.SHORTEST, neighbors_fused.SPARE = 2, 0
-    heaps = 0.15 * draw(200, 40) + torch.where(torch.arange(200) % 2 == 0, 1.0, -1.0)[:, None]
-    found = {name: neighbours(heaps, 2, 1 << 29, again) for name, again in (("few", 1), ("all", 200))}
+    neighbors_fused.SPARE = 0
+    row_kernels.SUMMED = 64  # two sums, of rows of 100
+    heaps = 0.12 * draw(200, 100) + torch.where(torch.arange(200) % 2 == 0, 1.0, -1.0)[:, None]
+    found = {}
+    for name, shortest, again in (("few", 2, 1), ("all", 16, 200)):
+        neighbors_fused.SHORTEST = shortest
+        found[name] = neighbours(heaps, 2, 1 << 29, again)
     crowded = draw(300, 8)
     return found | {name: neighbours(crowded, 5, 1 << 29, again) for name, again in (("crowd", 1), ("whole", 300))}
 

@@ -88,12 +88,13 @@ def main():
         "three_least_of_tiles": compiled(
             nearest.three_least_of_tiles, {"D": 128, "B": nearest.TILE, "K": 64}, rows="*fp16", tiles="*i32"
         ),
-        "bounds_of_rows": compiled(
-            nearest.bounds_of_rows,
-            {"D": 128, "R": 64, "C": 128, "K": 64},
+        "nearest_of_rows": compiled(
+            nearest.nearest_of_rows,
+            {"D": 2048, "T": 16, "R": 64, "C": 128, "K": 64, "SUM": 512},
             rows="*fp16",
             which="*i64",
             wanted="*i1",
+            places="*i32",
             many="i32",
         ),
         "keep_least": compiled(nearest.keep_least, lists, groups="*i32"),

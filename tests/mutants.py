@@ -234,7 +234,8 @@ MUTANTS = [
     ),
     Mutant("kernels/nearest.py", "tl.minimum(out, tl.min(new, axis=0))", "out", (KERNELS,), "neighbours or again"),
     Mutant("kernels/nearest.py", "(slots < k)[None, :]", "(slots < 1)[None, :]", (KERNELS,), "neighbours or again"),
-    Mutant("kernels/nearest.py", "own[:, None] == c[None, :]", "own[:, None] < 0", (KERNELS,), "again"),
+    Mutant("kernels/nearest.py", "own[None, :] == c[:, None]", "own[None, :] < 0", (KERNELS,), "again"),
+    Mutant("kernels/nearest.py", "whole += total", "whole = total", (KERNELS,), "again"),
     Mutant("kernels/rows.py", "(rest.to(tl.float64) / unit >= second)", "(second > 0)", (KERNELS,), "within"),
     Mutant("kernels/rows.py", "held.to(tl.float64) / unit", "held.to(tl.float64)", (KERNELS,), "within"),
     Mutant("kernels/rows.py", "tl.minimum((part + 1) * share, n)", "(part + 1) * share", (KERNELS,), "visits"),
@@ -253,7 +254,7 @@ MUTANTS = [
     Mutant("kernels/visits.py", "tl.where((gain > 0)[None, :], z, 0.0)", "z * 0.0", (KERNELS,), "visit"),
     Mutant(
         "measures/neighbors_fused.py",
-        'ready.size[:, : rows.shape[1]].masked_fill_(left_out[:, ready.order], kernels_of("nearest").FAR / 4)',
+        'size[:, : rows.shape[1]].masked_fill_(left_out[:, ready.order], kernels_of("nearest").FAR / 4)',
         "pass",
         (KERNELS,),
         "marked",

@@ -141,33 +141,46 @@ def keep_least(
 
 
 @triton.jit
-def bounds_of_rows(
-    rows, size, which, wanted, out, padded, many, D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+def nearest_of_rows(
+    rows, size, which, wanted, values, places, rest, padded, many,
+    D: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Bounds of some rows of each site, ``which``, with all of them, ``[many, padded]``; infinite with itself.
+    """The ``T`` least bounds of some rows of each site, ``which``, with all of them, ``[many, T]``, and where.
 
-    Nothing is multiplied where none of a program's rows is ``wanted``; its bounds are infinite.
+    ``rest`` becomes the least of all others. Products are summed SUM columns at a time, which rounds less. Nothing is
+    written where none of a program's rows is ``wanted``.
     """
-    site = tl.program_id(2).to(tl.int64)
+    site = tl.program_id(1).to(tl.int64)
     r = tl.program_id(0) * R + tl.arange(0, R)
-    c = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)
-    k = tl.arange(0, K)
     asked = tl.load(wanted + site * many + r, mask=r < many, other=0) != 0
-    own = tl.load(which + site * many + r, mask=r < many, other=0)
-    bound = tl.full((R, C), float("inf"), dtype=tl.float32)
     if tl.max(asked.to(tl.int32), axis=0) > 0:
         rows += site * padded * D
         size += site * padded
-        left = rows + own[:, None] * D + k[None, :]
-        right = rows + c[None, :] * D + k[:, None]
-        total = tl.zeros((R, C), dtype=tl.float32)
-        for _ in range(0, D, K):
-            total = tl.dot(tl.load(left), tl.load(right), total)
-            left += K
-            right += K
-        bound = (tl.load(size + own)[:, None] + tl.load(size + c)[None, :]) - 2 * total
-        bound = tl.where(own[:, None] == c[None, :], float("inf"), bound)
-    tl.store(out + (site * many + r)[:, None] * padded + c[None, :], bound, mask=(r < many)[:, None])
+        own = tl.load(which + site * many + r, mask=r < many, other=0)
+        own_size = tl.load(size + own)
+        k = tl.arange(0, K)
+        held = tl.full((T, R), 3e38, dtype=tl.float32)
+        where = tl.zeros((T, R), dtype=tl.int32)
+        out = tl.full((R,), 3e38, dtype=tl.float32)
+        for first in range(0, padded, C):
+            c = first + tl.arange(0, C)
+            left = rows + c.to(tl.int64)[:, None] * D + k[None, :]
+            right = rows + own[None, :] * D + k[:, None]
+            whole = tl.zeros((C, R), dtype=tl.float32)
+            for start in range(0, D, SUM):
+                total = tl.zeros((C, R), dtype=tl.float32)
+                for _ in range(start, tl.minimum(start + SUM, D), K):
+                    total = tl.dot(tl.load(left), tl.load(right), total)
+                    left += K
+                    right += K
+                whole += total
+            bound = (tl.load(size + c)[:, None] + own_size[None, :]) - 2 * whole
+            bound = tl.where(own[None, :] == c[:, None], 3e38, bound)
+            held, where, out = sorted_in(held, where, out, bound, first, T, C)
+        place = (site * many + r)[None, :] * T + tl.arange(0, T)[:, None]
+        tl.store(values + place, held, mask=(r < many)[None, :])
+        tl.store(places + place, where, mask=(r < many)[None, :])
+        tl.store(rest + site * many + r, out, mask=r < many)
 
 
 @triton.jit

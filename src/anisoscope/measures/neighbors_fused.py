@@ -9,8 +9,9 @@ where g stands for rounding of the product's sum: by Cauchy and Schwarz for the 
 two lengths is at most half the sum of their squares. So the correction is a factor on the squared lengths and costs
 nothing. Rows are shuffled first and looked at in groups; for each row and group the kernels give the three least
 bounds, of which two may be candidates. The least of all of them are measured by differences in float64, and a row is
-certain where its k-th distance is not above the least bound among everything else. Of the few other rows, all bounds
-are looked at together; what is left after that is searched again by ``neighbors_gpu``.
+certain where its k-th distance is not above the least bound among everything else. The others, of which there are many
+where rows lie in heaps far from the mean, are looked at once more: all bounds of a row in one list, and from sums of
+fewer products, which take half of the allowance. What is left is searched again by ``neighbors_gpu``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.kernels import kernels_of, kernels_run, on_its_device
+from anisoscope.measures import row_kernels
 from anisoscope.measures.found import Found
 from anisoscope.measures.row_kernels import DEPTH, Ready
 
@@ -30,15 +32,13 @@ LEAST_ROWS = 2048  # below this one plain product of all pairs is as good
 GROUP = 128  # the kernels' tile
 MOST_K = 26  # with SPARE the kernels' longest list
 SPARE = 6
-SHORTEST = 16  # of a list: at a width of 2,048 one row in twenty has more than six within the allowance
-AGAIN = 256  # rows of a site of which all bounds are looked at, without asking whether there are so many
-CANDIDATES = 32  # of each of them
+SHORTEST = 16  # of a list: wide rows have more neighbours within the allowance than narrow ones
+AGAIN = 2048  # rows of a site that are looked at once more, without asking whether there are so many
 STRIPE_CELLS = 1 << 29  # bounds held at a time, float32: two gigabytes
 WARPS, STAGES = 4, 3  # of the product: the fastest of nine that were tried
 LIST_ROWS = 64  # rows whose lists one program keeps
 AGAIN_TILE = (64, 128)  # of bounds that are looked at again
 MEASURED_TILE = (4, 128)  # rows and columns of differences
-SORTED = 1024  # so many columns are sorted in one kernel, where picking the least of them takes a dozen
 NEAR = 16  # tiles of so many groups each way follow one another
 
 
@@ -50,6 +50,10 @@ def can_fuse(rows: Float[Tensor, "n d"], k: int) -> bool:
 def enough_groups(n: int, k: int) -> bool:
     """Whether at most a quarter of the rows have two of their ``k`` nearest in one group: hardly one has three then."""
     return n >= LEAST_ROWS and k <= MOST_K and k * (k - 1) / 2 <= n / GROUP / 4
+
+
+def _list_length(k: int) -> int:
+    return max(SHORTEST, 1 << (k + SPARE - 1).bit_length())
 
 
 @on_its_device
@@ -69,8 +73,9 @@ def search_fused(
     rows = rows.contiguous()
     ready = ready or Ready.of(rows, scale)
     if left_out is not None:
-        ready.size[:, : rows.shape[1]].masked_fill_(left_out[:, ready.order], kernels_of("nearest").FAR / 4)
-    lists = _Lists.of(ready, max(SHORTEST, 1 << (k + SPARE - 1).bit_length()))
+        for size in (ready.size, ready.fine):
+            size[:, : rows.shape[1]].masked_fill_(left_out[:, ready.order], kernels_of("nearest").FAR / 4)
+    lists = _Lists.of(ready, _list_length(k))
     for first, last in _stripes(*ready.size.shape):
         _look(ready, lists, first, last)
     distances, indices, settled = _settled(rows, k, scale, ready, lists)
@@ -171,24 +176,25 @@ def _looked_again(
     indices: Int[Tensor, "s n k"],
     settled: Bool[Tensor, "s n"],
 ) -> tuple[Float[Tensor, "s n k"], Int[Tensor, "s n k"], Bool[Tensor, "s n"]]:
-    """The same with AGAIN rows of each site that are not certain, if there are such, seen with all of their bounds."""
+    """The same with AGAIN rows of each site that are not certain, if there are such: one list of all their bounds."""
     kernels, (sites, padded, depth), n = kernels_of("nearest"), ready.half.shape, rows.shape[1]
     order = settled.byte().sort(dim=1, stable=True)
     own, wanted = order.indices[:, :AGAIN].contiguous(), order.values[:, :AGAIN] == 0
     many, (tall, broad) = own.shape[1], AGAIN_TILE
-    bound = torch.empty(sites, many, padded, device=rows.device)
-    kernels.bounds_of_rows[(-(-many // tall), padded // broad, sites)](
-        ready.half, ready.size, ready.back[own], wanted, bound, padded, many,
-        D=depth, R=tall, C=broad, K=DEPTH, num_warps=WARPS, num_stages=STAGES,
+    count = _list_length(k)
+    value = torch.full((sites, many, count), kernels.FAR, device=rows.device)
+    near = torch.zeros(sites, many, count, dtype=torch.int32, device=rows.device)
+    rest = torch.full((sites, many), kernels.FAR, device=rows.device)
+    kernels.nearest_of_rows[(-(-many // tall), sites)](
+        ready.half, ready.fine, ready.back[own], wanted, value, near, rest, padded, many,
+        D=depth, T=count, R=tall, C=broad, K=DEPTH, SUM=row_kernels.SUMMED, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    take = min(CANDIDATES, padded)
-    value, near = (one.unflatten(0, (sites, many)) for one in least(bound.flatten(0, 1), take))
     real = (value < kernels.FAR / 8) & (near < n)
     other = ready.order[torch.where(real, near, 0)]
     d2 = _measured(rows, ready, own, other, torch.where(real, value, kernels.FAR), wanted, k, scale)
     best = d2.topk(k, dim=2, largest=False, sorted=True)
     limit = best.values[:, :, -1]
-    certain = (value[:, :, -1].double() >= limit * ready.factor.square()) | (limit <= 0)
+    certain = (rest.double() >= limit * ready.factor.square()) | (limit <= 0)
     old, at = settled.gather(1, own), own[:, :, None].expand(-1, -1, k)
     use = wanted[:, :, None]
     return (
@@ -218,23 +224,3 @@ def _measured(
         R=tall, T=count, K=broad, num_warps=4,
     )  # fmt: skip
     return d2
-
-
-def least(bound: Float[Tensor, "m p"], take: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
-    """The ``take`` smallest of each row, ascending, and where: they lie in the ``take`` groups of smallest minimum."""
-    m, columns = bound.shape
-    groups = bound.view(m, columns // GROUP, GROUP)
-    if groups.shape[1] <= 2 * take:
-        return _smallest(bound, take)
-    near = _smallest(groups.amin(dim=2), take)[1]
-    some = groups.gather(1, near[:, :, None].expand(-1, -1, GROUP)).flatten(1)
-    value, at = _smallest(some, take)
-    return value, near.gather(1, at // GROUP) * GROUP + at % GROUP
-
-
-def _smallest(values: Float[Tensor, "m c"], take: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
-    """The ``take`` smallest of each row, ascending, and where."""
-    if values.shape[1] > SORTED:
-        return values.topk(take, dim=1, largest=False, sorted=True)
-    ascending, at = values.sort(dim=1)
-    return ascending[:, :take], at[:, :take]

@@ -16,13 +16,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.measures.found import Found
-from anisoscope.measures.neighbors_fused import GROUP, can_fuse, least, search_fused
+from anisoscope.measures.neighbors_fused import GROUP, can_fuse, search_fused
 from anisoscope.measures.plan import scale_of
 from anisoscope.measures.search import SPARE, Neighbors, neighbors_of
 from anisoscope.stats.precision import full_precision, has_tensor_cores, on_tensor_cores, two_parts
 
 TILE_CELLS = 1 << 26  # bounds held at a time: a quarter of a gigabyte in float32
 MENDED = 384  # rows searched again without asking whether there are so many
+SORTED = 1024  # so many columns are sorted in one kernel, where picking the least of them takes a dozen
 TIED = 1e-9  # the k-th squared distance may be so much too long, relative: rows as far as each other to nine digits
 PAIR_CELLS = 1 << 25  # differences held at a time, float64
 
@@ -59,7 +60,7 @@ def search(
         with on_tensor_cores(in_parts and rows.device.type == "cuda"):
             bound = torch.addmm(size[None, :], left[part], right.T, alpha=-2)
         bound.scatter_(1, part[:, None], torch.inf)
-        value, near = least(bound, take)
+        value, near = _least(bound, take)
         value = value[:, -1] + size[part]
         d2, here = _measured(rows, part, near, k, scale)
         limit = d2[:, -1]
@@ -111,7 +112,7 @@ def mended(
         bound = torch.baddbmm(free[:, None], own, wide.mT, alpha=-2)
         bound.scatter_(2, part[:, :, None], torch.inf)
         bound = torch.nn.functional.pad(bound, (0, -n % GROUP), value=torch.inf)
-        value, near = least(bound.flatten(0, 1), take)
+        value, near = _least(bound.flatten(0, 1), take)
         value = value[:, -1] + size.gather(1, part).flatten()
         at = (part + first).flatten()
         d2, here = _measured(table, at, near + first.expand_as(part).reshape(-1, 1), k, 1.0)
@@ -147,6 +148,26 @@ def _prepared(
     size = torch.linalg.vector_norm(whole, dim=1).square_().mul_(1 - allowance)
     size[n:] = torch.inf
     return whole, size
+
+
+def _least(bound: Float[Tensor, "m p"], take: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
+    """The ``take`` smallest of each row, ascending, and where: they lie in the ``take`` groups of smallest minimum."""
+    m, columns = bound.shape
+    groups = bound.view(m, columns // GROUP, GROUP)
+    if groups.shape[1] <= 2 * take:
+        return _smallest(bound, take)
+    near = _smallest(groups.amin(dim=2), take)[1]
+    some = groups.gather(1, near[:, :, None].expand(-1, -1, GROUP)).flatten(1)
+    value, at = _smallest(some, take)
+    return value, near.gather(1, at // GROUP) * GROUP + at % GROUP
+
+
+def _smallest(values: Float[Tensor, "m c"], take: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
+    """The ``take`` smallest of each row, ascending, and where."""
+    if values.shape[1] > SORTED:
+        return values.topk(take, dim=1, largest=False, sorted=True)
+    ascending, at = values.sort(dim=1)
+    return ascending[:, :take], at[:, :take]
 
 
 def _measured(

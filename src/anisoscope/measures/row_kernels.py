@@ -13,6 +13,7 @@ from anisoscope.kernels import kernels_of, on_its_device
 
 COLUMNS = 128  # entries of a row that a program takes at a time
 DEPTH = 64  # products of rows in half precision take so many columns at a time
+SUMMED = 512  # columns of such a product that tensor cores sum, where rows in doubt are looked at again
 TOP = 14  # the largest value in half precision is made less than two to this
 SHARES = 16  # of a site's rows whose columns are summed apart
 MEND_COLUMNS, MEND_DEPTH = 64, 32
@@ -120,6 +121,8 @@ class Ready:
 
     half: Float[Tensor, "s p e"]
     size: Float[Tensor, "s p"]
+    fine: Float[Tensor, "s p"]
+    """The same, less shrunken: for products that are summed ``SUMMED`` columns at a time."""
     order: Int[Tensor, "n"]
     factor: Float[Tensor, "s 1"]
     """What rows were multiplied by, beyond ``scale``."""
@@ -149,11 +152,13 @@ class Ready:
         worst = worst[:, None]
         # Rounding of the sum of a product of half-precision rows: tensor cores cut off where others round (factor two),
         # with a margin of four; and of the few float32 operations after it.
-        gone = 4 * (depth + 16) * 2.0**-23
-        allowance = (2 * worst + worst.square() + gone) * (1 + worst).square() + 2.0**-20
-        size = (squares * (1 - allowance)).float()
-        size[:, n:] = kernels.FAR / 4
-        return cls(half, size, order, factor)
+        sizes = list[Tensor]()
+        for gone in (depth + 16, min(depth, SUMMED) + 16 + depth // SUMMED):
+            allowance = (2 * worst + worst.square() + 4 * gone * 2.0**-23) * (1 + worst).square() + 2.0**-20
+            size = (squares * (1 - allowance)).float()
+            size[:, n:] = kernels.FAR / 4
+            sizes.append(size)
+        return cls(half, sizes[0], sizes[1], order, factor)
 
 
 @on_its_device
