@@ -37,7 +37,7 @@ AGAIN = 2048  # rows of a site that are looked at once more, without asking whet
 STRIPE_CELLS = 1 << 29  # bounds held at a time, float32: two gigabytes
 WARPS, STAGES = 4, 3  # of the product: the fastest of nine that were tried
 LIST_ROWS = 64  # rows whose lists one program keeps
-AGAIN_TILE = (64, 128)  # of bounds that are looked at again
+AGAIN_TILE, AGAIN_WARPS = (64, 128), 8  # of bounds that are looked at again
 MEASURED_TILE = (4, 128)  # rows and columns of differences
 NEAR = 16  # tiles of so many groups each way follow one another
 
@@ -187,7 +187,7 @@ def _looked_again(
     rest = torch.full((sites, many), kernels.FAR, device=rows.device)
     kernels.nearest_of_rows[(-(-many // tall), sites)](
         ready.half, ready.fine, ready.back[own], wanted, value, near, rest, padded, many,
-        D=depth, T=count, R=tall, C=broad, K=DEPTH, SUM=row_kernels.SUMMED, num_warps=WARPS, num_stages=STAGES,
+        D=depth, T=count, R=tall, C=broad, K=DEPTH, SUM=row_kernels.SUMMED, num_warps=AGAIN_WARPS, num_stages=STAGES,
     )  # fmt: skip
     real = (value < kernels.FAR / 8) & (near < n)
     other = ready.order[torch.where(real, near, 0)]
