@@ -148,7 +148,7 @@ def _time_parts(device: torch.device) -> None:
     timed(stacking.Stacked, "finish", "stacked: measures, waited for")
     timed(tangents.TangentAnalysis, "together", "stacked: tangent analysis")
     timed(stacking, "begin", "  of measures: begun")
-    for name in ("pca_fits", "seminmf_fits", "seen_by_half", "type_sums", "tests_of_sites", "fetched", "_tell_energy"):
+    for name in ("pca_fits", "seminmf_fits", "seen_by_halves", "type_sums"):
         timed(tangents_together, name, f"  of stacked: {name}")
     for name in ("_fitted", "_facts", "_activation", "_anisotropy", "_reader", "_by_type"):
         timed(tangents.TangentAnalysis, name, f"tangent: {name}")

@@ -24,8 +24,13 @@ def case(sites, bases, groups, draws, rank, width=40):
     parts = [3 + draw(sites, 20 + 9 * g, width, seed=g) * (1 + torch.arange(width) % 7) for g in range(max(groups, 1))]
     rows = torch.cat(parts, dim=1)
     of_groups = torch.stack([x.mT @ x for x in parts], dim=1)[:, :groups]
-    moments = Moments(of_groups, rows.mT @ rows, rows.mean(dim=1), rows.shape[1])
+    moments = Moments(of_groups, rows.mT @ rows, rows.mean(dim=1), counts(sites, rows.shape[1]))
     return moments, torch.linalg.qr(draw(sites, bases, width, rank, seed=100)).Q, drawn(draws, rank, width)
+
+
+def counts(sites, n):
+    """Not the same for all sites, as of two halves; as if some rows were zero."""
+    return n + torch.arange(sites, dtype=torch.float64)
 
 
 def drawn(draws, rank, width):
@@ -105,7 +110,7 @@ def constant():
     """Rows that are all the same have no covariance to take shares of, and all their energy in the mean."""
     moments, bases, z = case(1, 1, 0, 3, 3)
     mean = torch.full_like(moments.mean, 0.5)
-    total = moments.n * mean[:, :, None] * mean[:, None, :]
+    total = moments.n[:, None, None] * mean[:, :, None] * mean[:, None, :]
     plain, found = both(Moments(moments.groups, total, mean, moments.n), bases, z)
     rest = [getattr(one, name) for one in (plain, found) for name in ("traces", "squares", "whole")]
     energies = {name: getattr(found, name) / getattr(plain, name) - 1 for name in ("random", "normal")}

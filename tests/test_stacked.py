@@ -28,11 +28,11 @@ from anisoscope.monitoring.views import Look, SiteView
 from anisoscope.stats import moments
 from anisoscope.stats.moments import gram_in_parts
 from anisoscope.stats.precision import full_precision, two_parts
-from anisoscope.tangent import stacked_fits
+from anisoscope.tangent import stacked, stacked_fits
 from anisoscope.tangent.spans import principal_angles
-from anisoscope.tangent.stacked import jackknives, mean_angles
+from anisoscope.tangent.stacked import Layout, jackknives, mean_angles, seen_by_halves
 from anisoscope.tangent.stacked_types import Types, correlation_estimates
-from anisoscope.tangent.units import jackknife
+from anisoscope.tangent.units import Halves, jackknife
 from anisoscope.text.frequency import TokenCounts, frequency_bins
 
 
@@ -487,6 +487,21 @@ def test_scatters_of_wide_float64_rows_keep_their_digits(monkeypatch):
     centred = stacked_fits.Centred.of(rows, (torch.arange(300), torch.arange(300, 600)))
     truth = torch.stack([part.T.cov(correction=0) * 300 for part in rows[0].split(300)])
     assert torch.allclose(centred.scatter, truth, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.parametrize("labels", [(), ("a", "b")])
+def test_halves_in_the_same_steps_say_what_each_says_alone(monkeypatch, labels):
+    """Halves of different sizes, so that neither may be taken for the other."""
+    g, groups = draw(2, 330, 20).double(), torch.arange(330) // 30
+    bins = torch.randint(2, (330,), generator=torch.Generator().manual_seed(3)) if labels else None
+    layout = Layout.of(Halves.of(groups, 0, "cpu"), bins, labels)
+    assert layout.counts[0] != layout.counts[1]
+    bases = torch.linalg.qr(draw(2, 3, 2, 20, 4).double()).Q
+    together = seen_by_halves(g, layout, bases, 7, 1)
+    monkeypatch.setattr(stacked, "TOGETHER_CELLS", 0)
+    for one, two in zip(together, seen_by_halves(g, layout, bases, 7, 1), strict=True):
+        for name, value in vars(one).items():
+            torch.testing.assert_close(value, getattr(two, name), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("cores", "dtype", "good"), [(True, torch.float32, False), (False, torch.float32, True),

@@ -54,8 +54,8 @@ def test_the_kernel_is_asked_for_small_matrices_alone(monkeypatch):
         return plain(*given)
 
     monkeypatch.setattr(stacked_controls, "_by_kernel", by_kernel)
-    eye = torch.eye(80).double()
-    moments = Moments(torch.zeros(1, 0, 80, 80).double(), 9 * eye[None], torch.zeros(1, 80).double(), 9)
+    eye, nine = torch.eye(80).double(), torch.full((1,), 9.0).double()
+    moments = Moments(torch.zeros(1, 0, 80, 80).double(), 9 * eye[None], torch.zeros(1, 80).double(), nine)
     for rank, bases, small in ((32, 1, True), (33, 1, False), (32, 0, False)):
         for here in (True, False):
             monkeypatch.setattr(stacked_controls, "has_kernels", lambda device, rank, here=here: here)

@@ -54,21 +54,21 @@ def _left(trace, square, once, twice, both, unit, whole):
     tl.store(square, whole + (both - 2 * twice) / unit / unit)
 
 
-@triton.jit(do_not_specialize=["n", "sites", "bases", "draws", "groups"])
+@triton.jit(do_not_specialize=["sites", "bases", "draws", "groups"])
 def controls(
     inverses, against, small, form, form_twice, across_twice, bare, forms, owns, acrosses, level, size,
-    energies, traces, squares, whole, n, sites, bases, draws, groups,
+    energies, traces, squares, whole, numbers, sites, bases, draws, groups,
     K: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Energies of one draw beside one basis, and what is left without it; the program after the last basis, whose X are
     the first axes, has the energies of the random control.
 
-    With C the scatter around the mean m of all ``n`` rows of a site, ``level`` its trace and ``size`` its length, and
-    for all bases together: ``against`` holds c (``X^T Z``, for the axes what their coordinates of a draw are, with the
-    other sign), ``X^T C Z`` and ``m^T Z`` of all draws below each other, ``small`` the products of X, ``C X`` and m
-    with each other, ``form`` and ``form_twice`` ``Z^T C Z`` and ``Z^T C^2 Z``, ``across_twice`` ``X^T C^2 Z``, ``bare``
-    ``Q^T C Q`` and ``Q^T C^2 Q``; ``forms``, ``owns`` and ``acrosses`` are ``Z^T M Z``, ``X^T M X`` and ``X^T M Z`` of
-    each group's second moment M.
+    With C the scatter around the mean m of all rows of a site, ``numbers`` how many there are, ``level`` its trace and
+    ``size`` its length, and for all bases together: ``against`` holds c (``X^T Z``, for the axes what their coordinates
+    of a draw are, with the other sign), ``X^T C Z`` and ``m^T Z`` of all draws below each other, ``small`` the products
+    of X, ``C X`` and m with each other, ``form`` and ``form_twice`` ``Z^T C Z`` and ``Z^T C^2 Z``, ``across_twice``
+    ``X^T C^2 Z``, ``bare`` ``Q^T C Q`` and ``Q^T C^2 Q``; ``forms``, ``owns`` and ``acrosses`` are ``Z^T M Z``,
+    ``X^T M X`` and ``X^T M Z`` of each group's second moment M.
     """
     b, p, s = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, j = tl.arange(0, P)[:, None], tl.arange(0, P)[None, :]
@@ -99,6 +99,7 @@ def controls(
     across = _cells(against + all_bases * line + beside, inside)
     once = _energy(f, across, own_once, off, mixer, span)
     # The second moment of all rows is C + n m m^T.
+    n = tl.load(numbers + s)
     m_i, m_j = _cells(lines + 2 * all_bases, i < K), _cells(small + (p * K + j) * height + 2 * all_bases, j < K)
     mean = _energy(along_i * along_j, m_i * along_j, m_i * m_j, off, mixer, span)
     tl.store(to + groups * draws, once + n * mean)

@@ -25,7 +25,7 @@ from anisoscope.monitoring.tangent_parts import Asked, labels_of
 from anisoscope.monitoring.tangents_told import ByType, Told, told, told_by_type
 from anisoscope.monitoring.views import SiteView
 from anisoscope.rows import power_of_two_scale
-from anisoscope.tangent.stacked import Layout, mean_angles, seen_by_half
+from anisoscope.tangent.stacked import Layout, mean_angles, seen_by_halves
 from anisoscope.tangent.stacked_fits import Centred, Fits, kmeans_starts, pca_fits, seminmf_fits
 from anisoscope.tangent.stacked_types import Types, type_sums
 from anisoscope.tangent.units import Halves
@@ -133,8 +133,7 @@ def _attempt(
     # By site, kind, half.
     bases = torch.stack([fits[kind].basis.view(sites, 2, width, rank) for kind in asked.proxies], dim=1)
     table: dict[str, Tensor] = {}
-    for half in (0, 1):
-        seen = seen_by_half(g, layout, half, bases[:, :, 1 - half], asked.draws, asked.seed)
+    for half, seen in enumerate(seen_by_halves(g, layout, bases, asked.draws, asked.seed)):
         table |= {f"{half} {name}": value for name, value in vars(seen).items()}
     before = None if first else _bases_before(asked, views, x.device)
     table |= _facts(asked, fits, bases, before) | _variances(centred, bases)

@@ -27,6 +27,7 @@ from anisoscope.tangent.stacked_controls import Moments, of_controls
 from anisoscope.tangent.units import FEWEST, GIVEN, Halves, in_both, over_both
 
 WIDE_CELLS = 1 << 27
+TOGETHER_CELLS = 1 << 26  # of second moments up to which both halves go in the same steps
 ZETA = 0.1  # the default of ``anisotropy_share``
 
 
@@ -41,6 +42,8 @@ class Layout:
     """Rows of each group, by half."""
     place: tuple[Int[Tensor, "i"], Int[Tensor, "j"]]
     """The cell of sequence and group that each of those rows is in."""
+    counts: Float[Tensor, "h"]
+    """Rows of each half, where the rows are."""
     labels: tuple[str, ...]
 
     @classmethod
@@ -56,7 +59,9 @@ class Layout:
             numbers.append(torch.bincount(group, minlength=cells))
             orders.append(at[order].to(rows.device))
             places.append((halves.units.index[at[order]] * cells + group[order]).to(rows.device))
-        return cls(halves, (orders[0], orders[1]), torch.stack(numbers), (places[0], places[1]), labels)
+        number, there = torch.stack(numbers), halves.rows[0].device
+        counts = number.sum(dim=1).double().to(there)
+        return cls(halves, (orders[0], orders[1]), number, (places[0], places[1]), counts, labels)
 
 
 @dataclass(frozen=True)
@@ -72,15 +77,30 @@ class Seen:
     whole: Float[Tensor, "s two"]
 
 
-def seen_by_half(
-    g: Float[Tensor, "s n d"],
-    layout: Layout,
-    half: int,
-    bases: Float[Tensor, "s p d k"],
-    draws: int,
-    seed: int,
-) -> Seen:
-    """Energies along the bases of the other half, those of their controls, and what is left without each of them."""
+def seen_by_halves(
+    g: Float[Tensor, "s n d"], layout: Layout, bases: Float[Tensor, "s p h d k"], draws: int, seed: int
+) -> tuple[Seen, Seen]:
+    """Energies of each half along the bases of the other, those of their controls, and what is left without each."""
+    sites, _, width = g.shape
+    rank = bases.shape[4]
+    drawn = held_gaussians(width, rank, draws, seed=seed, device=g.device, dtype=torch.float64)
+    narrow = torch.float64 if tight(width, rank) else g.dtype
+    crossed = bases.flip(2).unbind(dim=2)
+    if 2 * sites * layout.number.shape[1] * width**2 > TOGETHER_CELLS:
+        found = []
+        for half in (0, 1):
+            tables, moments = _by_half(g, layout, half, crossed[half])
+            found.append(Seen(*tables, **vars(of_controls(moments, crossed[half], drawn, narrow))))
+        return found[0], found[1]
+    (one, of_one), (two, of_two) = (_by_half(g, layout, half, crossed[half]) for half in (0, 1))
+    both = of_controls(of_one.beside(of_two), torch.cat(crossed), drawn, narrow)
+    return Seen(*one, **vars(both[:sites])), Seen(*two, **vars(both[sites:]))
+
+
+def _by_half(
+    g: Float[Tensor, "s n d"], layout: Layout, half: int, bases: Float[Tensor, "s p d k"]
+) -> tuple[tuple[Float[Tensor, "s u c"], Float[Tensor, "s p u c"]], Moments]:
+    """Energies by sequence and group, of all and along the bases, and second moments by group."""
     sites, _, width = g.shape
     count, rank = bases.shape[1], bases.shape[3]
     at, number = layout.order[half], layout.number[half].tolist()
@@ -102,14 +122,11 @@ def seen_by_half(
     table = g.new_zeros(sites * (count + 1), units * len(number), dtype=torch.float64)
     table.index_add_(1, layout.place[half], energies.flatten(0, 1))
     table = table.view(sites, count + 1, units, len(number))
-    total = moments.sum(dim=1)
     if layout.labels:
         table = torch.cat([table, table.sum(dim=3, keepdim=True)], dim=3)
-    drawn = held_gaussians(width, rank, draws, seed=seed, device=g.device, dtype=torch.float64)
     groups = moments if layout.labels else moments[:, :0]
-    narrow = torch.float64 if tight(width, rank) else g.dtype
-    found = of_controls(Moments(groups, total, means, len(at)), bases, drawn, narrow)
-    return Seen(table[:, 0], table[:, 1:], **vars(found))
+    told = Moments(groups, moments.sum(dim=1), means, layout.counts[half].expand(sites))
+    return (table[:, 0], table[:, 1:]), told
 
 
 def tests_of_sites(

@@ -37,14 +37,23 @@ class Moments:
     groups: Float[Tensor, "s g d d"]
     total: Float[Tensor, "s d d"]
     mean: Float[Tensor, "s d"]
-    n: int
+    n: Float[Tensor, "s"]
 
     def __getitem__(self, few: slice) -> Moments:
-        return Moments(self.groups[few], self.total[few], self.mean[few], self.n)
+        return Moments(self.groups[few], self.total[few], self.mean[few], self.n[few])
+
+    def beside(self, other: Moments) -> Moments:
+        """These and those of other rows at the same sites."""
+        return Moments(*(torch.cat(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def scatter(self) -> Float[Tensor, "s d d"]:
+        """Around the mean of all rows."""
+        mean = self.mean[:, None]
+        return torch.baddbmm(self.total, mean.mT, mean * -self.n[:, None, None])
 
     def covariance(self) -> Float[Tensor, "s d d"]:
         """Of all rows, with a trace of one."""
-        found = (self.total - self.n * self.mean[:, :, None] * self.mean[:, None, :]) / (self.n - 1)
+        found = self.scatter()
         return found / found.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None]
 
 
@@ -58,6 +67,9 @@ class OfControls:
     traces: Float[Tensor, "s p one_plus_b"]
     squares: Float[Tensor, "s p one_plus_b"]
     whole: Float[Tensor, "s two"]
+
+    def __getitem__(self, few: slice) -> OfControls:
+        return OfControls(*(value[few] for value in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,7 @@ def of_controls(moments: Moments, bases: Float[Tensor, "s p d k"], drawn: Gaussi
     ]
     if len(parts) == 1:
         return parts[0]
-    return OfControls(*(torch.cat([getattr(one, name) for one in parts]) for name in OfControls.__annotations__))
+    return OfControls(*(torch.cat(each) for each in zip(*(vars(one).values() for one in parts), strict=True)))
 
 
 def _orthonormal(q: Float[Tensor, "s p d k"]) -> Float[Tensor, "s p d k"]:
@@ -182,16 +194,17 @@ def _left_over(
 ) -> tuple[Float[Tensor, "s p one_plus_b"], Float[Tensor, "s p one_plus_b"], Float[Tensor, "s two"]]:  # fmt: skip
     """From ``S z``, ``Z^T S Z``, ``X^T S X`` and ``X^T S Z`` of all rows' second moment S: taking the mean off them is
     a product of vectors, and ``C^2`` is never formed."""
-    (own, across, c, off), n, mean = normal, moments.n, moments.mean
+    (own, across, c, off), mean = normal, moments.mean
     unit = moments.covariance()
-    trace = (moments.total.diagonal(dim1=1, dim2=2).sum(dim=1) - n * mean.square().sum(dim=1)) / (n - 1)
-    shrink = 1 / (trace * (n - 1))
+    trace = moments.total.diagonal(dim1=1, dim2=2).sum(dim=1) - moments.n * mean.square().sum(dim=1)
+    shrink, n = 1 / trace, moments.n[:, None, None, None]
     along = torch.einsum("bkd,sd->sbk", z, mean)
     inside = (mean[:, None, None] @ x)[:, :, 0]
     lead = shrink[:, None, None, None]
     form1 = (form[:, 0] - n * along[:, :, :, None] * along[:, :, None, :]) * lead
     own1 = (own[:, :, 0] - n * inside[:, :, :, None] * inside[:, :, None, :]) * lead
-    across1 = (across[:, :, 0] - n * inside[:, :, None, :, None] * along[:, None, :, None, :]) * lead[:, None]
+    across1 = across[:, :, 0] - n[:, None] * inside[:, :, None, :, None] * along[:, None, :, None, :]
+    across1 = across1 * lead[:, None]
     image = images.permute(2, 0, 1, 3) - n * along[:, :, :, None] * mean[:, None, None, :]
     image = image * lead
     form2 = image @ image.mT
@@ -229,7 +242,7 @@ def _by_kernel(
     """
     (sites, bases, width, k), b, groups, z = q.shape, len(near), moments.groups.shape[1], drawn.z
     mean, flat, lines = moments.mean[:, None], z.view(b * k, width), (bases + 1) * k
-    scatter = torch.baddbmm(moments.total, mean.mT, mean, alpha=-moments.n)
+    scatter = moments.scatter()
     images = flat @ scatter.view(sites * width, width).mT
     each = images.view(b, k, sites, width).permute(2, 0, 1, 3).reshape(sites * b, k, width)
     rows = torch.cat([x, q], dim=1).mT.reshape(sites, lines + bases * k, width)
