@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from anisoscope.kernels.early import await_early
+
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -26,6 +28,7 @@ def kernels_run(device: torch.device) -> bool:
         return False
     if torch.cuda.get_device_capability(device) < (8, 0):
         return False
+    await_early()
     eye = torch.eye(2, dtype=torch.float64, device=device)[None]
     out, good = torch.empty_like(eye), torch.empty(1, dtype=torch.bool, device=device)
     try:

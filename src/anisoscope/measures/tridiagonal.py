@@ -23,7 +23,7 @@ LEAST_WIDTH = 256  # below it a library's decomposition is about as fast
 LEAST_MATRICES = 4  # one matrix alone is better left to a library
 
 TILE_WIDTHS, TILE_ROWS = (1024, 2048), 4  # of a matrix that a program holds at a time, and as much is on its way
-TILE_STAGES = 1  # more: tiles on their way are kept in shared memory, so many less one where there is room
+TILE_STAGES = 3  # above one, tiles on their way are kept in shared memory, so many less one where there is room
 SHARED_BYTES = 8 << 10  # of shared memory for all else
 SHARE = 64  # a program's share of a column is a multiple of it
 WARPS = 8

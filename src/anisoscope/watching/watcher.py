@@ -17,6 +17,7 @@ from anisoscope.capture.losses import CausalLoss, MaskedLoss
 from anisoscope.capture.rows import measured_mask
 from anisoscope.errors import OptionError, TooFewRowsError, TooFewTokensError
 from anisoscope.estimate import Estimate
+from anisoscope.kernels.early import begin_early
 from anisoscope.monitor import Monitor
 from anisoscope.monitoring.views import Name
 from anisoscope.runs.files import explained, replacing
@@ -55,6 +56,7 @@ class Watcher:
     def __init__(
         self, spec: MonitorSpec, run: RunWriter | None = None, cell: str = "", *, strict: bool = False
     ) -> None:
+        begin_early()  # while the model is built
         self.spec, self.run, self.cell, self.strict = spec, run, cell, strict
         self.monitor: Monitor | None = None
         self._losses: dict[int, float] = {}
