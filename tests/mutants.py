@@ -36,6 +36,7 @@ class Mutant:
 A, D, N = "measures/anisotropy.py", "measures/dimension.py", "measures/search.py"
 U, C, P, B = "measures/uncertainty.py", "measures/curvature.py", "measures/paths.py", "measures/base.py"
 ENERGY, CROSSED, TANGENTS = "tests/test_energy.py", "tests/test_crossed.py", "tests/test_tangents.py"
+DRAWN, CONTROLS, KERNEL_CONTROLS = "tests/test_drawn.py", "tests/test_controls.py", "tests/test_stacked_controls.py"
 PROFILE, SWEEP, STORE = "tests/test_profile.py", "tests/test_sweep.py", "tests/test_store.py"
 TERMS, ZIPF, PROBES = "tests/test_regularizers.py", "tests/test_interventions.py", "tests/test_quality.py"
 THEORY, RECOVERY, PAIRS = "tests/test_theory.py", "tests/test_theory_recovery.py", "tests/test_quality_report.py"
@@ -165,10 +166,39 @@ MUTANTS = [
     Mutant("capture/rows.py", "batch.mask & ~batch.special", "batch.mask", ("tests/test_capture_rows.py",)),
     Mutant("tangent/units.py", "return (1 + int(", "return (int(", (ENERGY,)),
     Mutant("tangent/crossed.py", "(bottom - top).clamp_min(0)", "bottom", (CROSSED,)),
-    Mutant("tangent/crossed.py", "2 * seed + other", "seed", (CROSSED,)),
-    Mutant("tangent/crossed.py", "bases[name][other]", "bases[name][half]", (CROSSED,)),
-    Mutant("tangent/drawn.py", "inner[at] - within.mT @ within", "inner[at] + 0 * within", (ENERGY,)),
+    Mutant("tangent/crossed.py", "bases[name][1 - half]", "bases[name][half]", (CROSSED,)),
+    Mutant(
+        "tangent/crossed.py", "mean_of_draws(normals[0], normals[1]", "mean_of_draws(normals[0], normals[0]", (CROSSED,)
+    ),
+    Mutant("tangent/nulls.py", "draws, seed, rows))", "draws, 2 * seed + other, rows))", (CROSSED,)),
+    Mutant("tangent/units.py", "each.std(correction=1)", "one.std(correction=1)", (CROSSED,)),
+    Mutant("tangent/controls.py", "found[..., : q.shape[-1], :] = left * root", "pass", (CONTROLS,)),
+    Mutant(
+        "tangent/controls.py",
+        "columns = mirror @ (-mirror[k:].T @ few)",
+        "columns = mirror @ (-mirror[k:].T @ few) / 2",
+        (CONTROLS,),
+    ),
+    Mutant(
+        "tangent/controls.py",
+        "orthonormal(bases.double()), bases.shape[2]",
+        "bases.double(), bases.shape[2]",
+        (CONTROLS,),
+    ),
     Mutant("tangent/drawn.py", "- 2 * (mixer * across)", "- (mixer * across)", (ENERGY,)),
+    Mutant("tangent/drawn.py", "self.inner + _own(self.head)", "self.inner", (DRAWN,)),
+    Mutant("tangent/drawn.py", "at.stop - at.start :] *= 2", "at.stop - at.start :] *= 1", (DRAWN,)),
+    Mutant("tangent/drawn.py", "held - mirror @ (mirror.mT @ held) / 2\n        one", "held\n        one", (DRAWN,)),
+    Mutant(
+        "tangent/drawn.py",
+        "(width, *head.shape[:2], whole, self.seed, tail.dtype)",
+        "(width, *head.shape[:2], whole, 0, tail.dtype)",
+        (DRAWN,),
+    ),
+    Mutant("tangent/drawn.py", "return 3 * rank > width", "return False", (ENERGY,)),
+    Mutant("tangent/drawn.py", "part = form / 2 - c.mT @ across", "part = form / 2 - c.mT @ across / 2", (DRAWN,)),
+    Mutant("tangent/drawn.py", "not few and bases * REFLECTED * rank + reading < draws * rank", "not few", (DRAWN,)),
+    Mutant("tangent/anisotropy.py", "- 2 * second + both, whole)", "- 2 * second, whole)", (ENERGY,)),
     Mutant("tangent/energy.py", ".clamp_min(0) * (k / (d - k))", ".clamp_min(0) * (k / d)", (ENERGY, CROSSED)),
     Mutant("tangent/nulls.py", "left_top = top - 2 *", "left_top = top - 1 *", (ENERGY,)),
     Mutant("tangent/nulls.py", "+ (both - own) *", "+ 0 * (both - own) *", (TANGENTS,)),
@@ -262,7 +292,18 @@ MUTANTS = [
     Mutant("measures/leading.py", "DEGREES = (2, 4, 16)", "DEGREES = (16, 16, 16)", (LEADING,)),
     Mutant("measures/leading.py", "values - edge, 0.0)", "values * 0, 0.0)", (LEADING,)),
     Mutant("measures/leading.py", "FRESH = 4", "FRESH = 0", (LEADING,)),
-    Mutant("tangent/stacked_controls.py", "inner - c.mT @ c", "inner", (STACKED,)),
+    Mutant("tangent/stacked_controls.py", "c[:, -1] = -drawn.head.mT", "c[:, -1] = drawn.head.mT", (STACKED,)),
+    Mutant("tangent/stacked_controls.py", "beta=1.5, alpha=-0.5", "beta=1.0, alpha=0.0", (STACKED,)),
+    Mutant(
+        "tangent/stacked_controls.py",
+        "cosines > LEAST_COSINE, cosines, torch.nan",
+        "cosines > 0, cosines, 1.0",
+        (KERNEL_CONTROLS,),
+    ),
+    Mutant("tangent/stacked.py", "bases.flip(2).unbind(dim=2)", "bases.unbind(dim=2)", (STACKED,)),
+    Mutant("tangent/stacked.py", "vars(both[sites:])", "vars(both[:sites])", (STACKED,)),
+    Mutant("tangent/stacked.py", "layout.counts[half].expand(sites)", "layout.counts[0].expand(sites)", (STACKED,)),
+    Mutant("tangent/stacked.py", "_mean_and_sd((one + two) / 2)", "_mean_and_sd(one)", (STACKED,)),
     Mutant("tangent/stacked_controls.py", "- 2 * second + both", "- second + both", (STACKED,)),
     Mutant("tangent/stacked_controls.py", "form[:, 0] - n * along", "form[:, 0] - along", (STACKED,)),
     Mutant(
@@ -298,7 +339,9 @@ MUTANTS = [
     Mutant("kernels/grams.py", "(total - (both - back)) + (new - back)", "0.0 * back", (GRAMS,), "grow"),
     Mutant("kernels/grams.py", "rest = tl.dot(a1, b1, rest)", "rest = rest", (GRAMS,), "float64_says"),
     Mutant("kernels/grams.py", "tiles - 1 + tiles % 2 - line", "tiles - 1 - line", (GRAMS,), "float64_says"),
-    Mutant("kernels/controls.py", "own_draw - _dot(tl.trans(c), c)", "own_draw", ("tests/test_stacked_controls.py",)),
+    Mutant("kernels/controls.py", "inverses + (p * draws + b) * K * K", "inverses + b * K * K", (KERNEL_CONTROLS,)),
+    Mutant("kernels/controls.py", "n = tl.load(numbers + s)", "n = tl.load(numbers)", (KERNEL_CONTROLS,)),
+    Mutant("kernels/early.py", "if _begun or not torch", "if not torch", ("tests/test_early.py",)),
     Mutant(
         "monitoring/stacking.py",
         "        if not no_room(error):\n            raise",
