@@ -292,8 +292,8 @@ MUTANTS = [
     Mutant("measures/leading.py", "DEGREES = (2, 4, 16)", "DEGREES = (16, 16, 16)", (LEADING,)),
     Mutant("measures/leading.py", "values - edge, 0.0)", "values * 0, 0.0)", (LEADING,)),
     Mutant("measures/leading.py", "FRESH = 4", "FRESH = 0", (LEADING,)),
-    Mutant("tangent/stacked_controls.py", "c[:, -1] = -drawn.head.mT", "c[:, -1] = drawn.head.mT", (STACKED,)),
-    Mutant("tangent/stacked_controls.py", "beta=1.5, alpha=-0.5", "beta=1.0, alpha=0.0", (STACKED,)),
+    Mutant("tangent/stacked_controls.py", "c[:, -1] = -drawn.head.mT", "c[:, -1] = drawn.head.mT", (KERNEL_CONTROLS,)),
+    Mutant("tangent/stacked_controls.py", "beta=1.5, alpha=-0.5", "beta=1.0, alpha=0.0", (KERNEL_CONTROLS,)),
     Mutant(
         "tangent/stacked_controls.py",
         "cosines > LEAST_COSINE, cosines, torch.nan",

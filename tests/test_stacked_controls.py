@@ -5,7 +5,8 @@ import torch
 from test_kernels import run
 
 from anisoscope.tangent import stacked_controls
-from anisoscope.tangent.drawn import held_gaussians
+from anisoscope.tangent.anisotropy import LeftOver, unit_covariance
+from anisoscope.tangent.drawn import Draws, held_gaussians
 from anisoscope.tangent.stacked_controls import Moments, of_controls
 
 
@@ -63,3 +64,22 @@ def test_the_kernel_is_asked_for_small_matrices_alone(monkeypatch):
             drawn = held_gaussians(80, rank, 3, seed=0, device=torch.device("cpu"), dtype=torch.float64)
             of_controls(moments, eye[None, None, :, :rank].expand(1, bases, 80, rank), drawn, torch.float64)
             assert bool(asked) == (small and here), (rank, bases, here)
+
+
+def test_many_sites_meet_the_controls_of_each_alone():
+    """Random and normal ones, of groups and of all rows, and what is left; bases that are orthonormal to float32."""
+    sites, bases, width, rank, draws, n = 3, 2, 30, 4, 9, 50
+    device, generator = torch.device("cpu"), torch.Generator().manual_seed(3)
+    rows = torch.randn(sites, 2, n, width, generator=generator, dtype=torch.float64) + 0.5
+    groups, flat = rows.mT @ rows, rows.flatten(1, 2)
+    moments = Moments(groups, groups.sum(dim=1), flat.mean(dim=1), torch.full((sites,), 2.0 * n).double())
+    q = torch.linalg.qr(torch.randn(sites, bases, width, rank, generator=generator)).Q
+    gaussians = held_gaussians(width, rank, draws, seed=5, device=device, dtype=torch.float64)
+    found = of_controls(moments, q, gaussians, torch.float64)
+    alone = Draws.of(q, draws, 5, device, torch.float64)
+    random, normal = alone.of_moments(torch.cat([groups, groups.sum(dim=1, keepdim=True)], dim=1))
+    torch.testing.assert_close(found.random, random, rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.normal, normal, rtol=1e-10, atol=0)
+    left = LeftOver.of(torch.stack([unit_covariance(one) for one in flat]), q.double(), draws, 5)
+    for name in ("traces", "squares", "whole"):  # float32 there
+        torch.testing.assert_close(getattr(found, name), getattr(left, name), rtol=1e-6, atol=1e-8)
