@@ -408,7 +408,7 @@ MUTANTS = [
     Mutant("measures/graphs.py", "tuple(one.data_ptr() for one in held)", "()", (GRAPHS,)),
     Mutant("measures/graphs.py", ", tuple(fixed.items()))", ", ())", (GRAPHS,)),
     Mutant("measures/graphs.py", "if self.spent + wanted > KEPT_BYTES", "if wanted > KEPT_BYTES", (GRAPHS,)),
-    Mutant("measures/graphs.py", "recording.kept_bytes + buffers", "recording.kept_bytes", (GRAPHS,)),
+    Mutant("measures/graphs.py", "self.recording.kept_bytes + sum(one.nbytes", "sum(one.nbytes", (GRAPHS,)),
     Mutant("measures/graphs.py", "for one in given) <= GIVEN_BYTES", "for one in given) >= 0", (GRAPHS,)),
     Mutant(
         "measures/graphs.py", "given, tuple(held), fixed) or False", "given, tuple(held), fixed) or True", (GRAPHS,)

@@ -48,6 +48,7 @@ def test_energies_are_those_of_bases_that_are_formed(width, rank, draws, seed, w
     for dtype, error in ((torch.float32, 2e-5), (torch.float64, 1e-6)):  # the bases themselves are float32
         random, normal = Draws.of(bases, draws, seed, CPU, dtype).of_moments(moments)
         assert random.dtype == normal.dtype == torch.float64
+        assert torch.equal(normal, Draws.of(bases, draws, seed, CPU, dtype).normal_of_moments(moments))
         for half in (0, 1):
             for number, moment in enumerate(moments[half]):
                 for found, kind, basis in (
@@ -175,7 +176,9 @@ def test_draws_are_kept_for_the_next_call_and_within_bounds(monkeypatch):
     z = gaussian_draws(50, 3, 10, seed=0).permute(1, 2, 0)
     assert torch.equal(first.head, z[:, :, :3]) and torch.equal(first.tail, z[:, :, 3:])
     assert get(0) is first and get(0, torch.float64) is not first and not torch.equal(get(1).tail, first.tail)
-    monkeypatch.setattr(drawn, "HELD_BYTES", 2 * z.numel() * 4)
+    held = (first.head, first.tail, first.inner, first.of_few, first.of_whole)
+    assert first.nbytes == sum(one.nbytes for one in held)
+    monkeypatch.setattr(drawn, "HELD_BYTES", 2 * first.nbytes)
     drawn._held.kept.clear()
     drawn._projected.kept.clear()
     one, two = get(1), get(2)

@@ -271,8 +271,25 @@ def test_a_basis_with_all_the_variance_leaves_nothing():
     rows = torch.zeros(40, 12, dtype=torch.float64)
     rows[:, :2] = draw(0, 40, 2)
     basis = torch.eye(12, dtype=torch.float64)[:, :2].expand(1, 1, 12, 2)
+    other = torch.eye(12, dtype=torch.float64)[:, 1:3].expand(1, 1, 12, 2)
+    left = LeftOver.of(unit_covariance(rows)[None], torch.cat([other, basis], dim=1), 5, 0)
+    left.check(0)
     with pytest.raises(DegenerateError, match="nothing is left"):
-        LeftOver.of(unit_covariance(rows)[None], basis, 5, 0)
+        left.check(1)
+
+
+@pytest.mark.parametrize("width", [3, 4, 8, 63, 64, 100])
+def test_what_is_left_in_few_dimensions_is_no_rounding(width, one_seed):
+    """One strong direction, which a control may hold nearly all of where there are few others."""
+    rows = draw(one_seed, 300, width)
+    rows[:, -1] *= 30
+    basis, covariance = torch.eye(width, dtype=torch.float64)[:, :1], unit_covariance(rows)
+    left = LeftOver.of(covariance[None], basis[None, None], 40, one_seed)
+    controls = control_bases(basis, "normal", 40, seed=one_seed)
+    wanted = anisotropy_module.isoscores_without(covariance, torch.cat([basis[None], controls]), 0.1)
+    trace, square = left.traces[0, 0], left.squares[0, 0]
+    found = (trace.square() / (0.81 * square + 0.19 * trace.square() / width) - 1) / (width - 1)
+    assert float((found - wanted).abs().max()) < (1e-9 if width < 64 else 2e-5)
 
 
 def test_a_planted_direction_holds_the_anisotropy(seed):

@@ -150,6 +150,7 @@ def test_a_replay_that_fails_gives_way_to_the_plain_way_for_good():
         given = pair(seed)
         assert same(graphed(*given), summed(*given))
     assert (recorder.recorded, recorder.replayed) == (1, 1)
+    assert graphed.budget.spent == 0, "its room is there for others"
 
 
 def test_errors_of_the_function_are_the_callers():

@@ -218,3 +218,27 @@ def test_a_rank_that_does_not_fit_is_told_before_the_training():
     with pytest.raises(OptionError, match=r"site 'resid.0': rank 40 leaves 24 of 64"):
         asked.check({"resid.0": 64})
     asked.check({"resid.0": 128})
+
+
+@pytest.mark.parametrize("proxies", [("random", "pca"), ("pca", "random")])
+def test_a_proxy_that_holds_all_of_the_gradient_keeps_nothing_of_others_back(proxies):
+    view = look()
+    flat, inside = view.x.clone(), torch.zeros(N, D)
+    flat[:, K:] = 0
+    inside[:, :K] = view.g[:, :K]
+    found = analysis(view, proxies=proxies)(SiteView(**{**vars(view), "x": flat, "g": inside}))
+    (error,) = {str(one) for one in found.values() if isinstance(one, SiteError)}
+    assert "no gradient lies outside the basis" in error
+    before = proxies[0] == "random"
+    assert ("random.activation.isoscore_share" in found) == before, "what comes before it is told"
+    assert "pca.activation.isoscore_share" not in found
+
+
+def test_correlations_take_numbers_that_want_gradients():
+    from anisoscope.tangent.frequency import correlation
+
+    x = torch.arange(30.0, dtype=torch.float64)
+    y = x + torch.randn(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.inference_mode():
+        plain = correlation(x, y, over="pairs")  # what is kept from here serves outside as well
+    assert correlation(x.requires_grad_(), y.requires_grad_(), over="pairs") == plain

@@ -8,6 +8,7 @@ device for as long as the process lives; that, and the training beside which thi
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
@@ -62,35 +63,50 @@ class CudaRecorder:
         return not torch.cuda.is_current_stream_capturing() and kernels_run(device)
 
     def record(self, act: Callable[[], tuple[Tensor, ...]], device: torch.device) -> Recording:
-        """On a stream that nothing else ran on: libraries keep room for each stream, and what a stream has already
-        lies in memory that is not the recording's and may be given to others."""
+        """On a stream that nothing else ever runs on: libraries keep room for each stream, and that of this one lies in
+        the recording's memory from then on."""
         if torch.cuda.mem_get_info(device)[0] < FREE_BYTES:
             raise RuntimeError("too little is free on the device")
         before = torch.cuda.memory_reserved(device)
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(device, priority=-1)
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        stream = _own_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), _no_collection():
             # Other threads may go on with what they do, which a recording of the process as a whole would forbid.
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 outputs = act()
             finally:
-                _end(graph, device)
+                _end(graph, device, pool)
         torch.cuda.current_stream(device).wait_stream(stream)
         return Recording(outputs, graph.replay, max(0, torch.cuda.memory_reserved(device) - before))
 
 
-def _end(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+_BROKEN: list[torch.cuda.CUDAGraph] = []  # the allocator may ask one of them a question still
+
+
+def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
     try:
         graph.capture_end()
     except Exception:
         # A recording that broke: the allocator must not go on believing that one is under way.
+        _BROKEN.append(graph)
         end: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
         if end is not None:
             with suppress(Exception):  # it was told already
-                end(device.index, graph.pool())
+                end(device.index, pool)
         raise
+
+
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A new stream. Those of torch are dealt out in turn from a few, and may be somebody else's as well."""
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        library: Any = torch.cuda.cudart()
+        failed = int(library.cudaStreamCreate(ctypes.addressof(handle)))
+    if failed or not handle.value:
+        raise RuntimeError(f"no stream on {device}: error {failed}")
+    return torch.cuda.ExternalStream(handle.value, device=device)
 
 
 @contextmanager
@@ -114,17 +130,29 @@ class _Kept:
     recording: Recording
     done: torch.cuda.Event | None = None
 
+    def __post_init__(self) -> None:
+        self.done = _event(self.inputs[0].device)
+
     def run(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         device = given[0].device
-        if self.done is not None:  # the last run may have been on another stream
+        if self.done is not None:  # what was last done to the buffers may have been on another stream
             torch.cuda.current_stream(device).wait_event(self.done)
         for own, one in zip(self.inputs, given, strict=True):
             own.copy_(one)
         self.recording.replay()
         found = tuple(one.clone() for one in self.recording.outputs)
-        if device.type == "cuda":
-            self.done = torch.cuda.current_stream(device).record_event()
+        self.done = _event(device)
         return found
+
+    @property
+    def nbytes(self) -> int:
+        """What it keeps on the device."""
+        return self.recording.kept_bytes + sum(one.nbytes for one in (*self.inputs, *self.held))
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """What the current stream has been asked for until now."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 @dataclass
@@ -140,6 +168,10 @@ class _Budget:
                 return False
             self.spent += wanted
             return True
+
+    def give_back(self, bytes_kept: int) -> None:
+        with self.lock:
+            self.spent -= bytes_kept
 
 
 _BUDGET = _Budget()
@@ -174,6 +206,7 @@ class Graphed:
                     return known.run(given)
                 except RuntimeError:  # such as no room to start it in; the plain way says so itself if it fails too
                     self._known[key] = False
+                    self.budget.give_back(known.nbytes)
             found = self.function(*given, *held, **fixed)
             if known is True:
                 self._known[key] = self._recorded(given, tuple(held), fixed) or False
@@ -195,5 +228,5 @@ class Graphed:
             recording = self.recorder.record(lambda: self.function(*inputs, *held, **fixed), device)
         except Exception:  # of the driver, the allocator or a step that cannot be recorded: it stays as it was
             return None
-        buffers = sum(one.numel() * one.element_size() for one in (*inputs, *held))
-        return _Kept(inputs, held, recording) if self.budget.take(recording.kept_bytes + buffers) else None
+        kept = _Kept(inputs, held, recording)
+        return kept if self.budget.take(kept.nbytes) else None

@@ -68,7 +68,8 @@ def search_fused(
     """The ``k`` nearest other rows of every row of each site, and which rows are certain; asks nothing of the device.
 
     ``scale`` is the power of two of ``plan.scale_of``. Rows that are ``left_out`` are nobody's neighbours; their own
-    distances are infinite, and certain. ``ready`` are these rows in half precision, where somebody has them.
+    distances are infinite, and certain. ``ready`` are these rows in half precision, where somebody has them; sizes
+    of what is left out are written into it.
     """
     rows = rows.contiguous()
     ready = ready or Ready.of(rows, scale)

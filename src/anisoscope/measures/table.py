@@ -56,7 +56,7 @@ def measure(
         _check_options(entry, options)
         needs = needs | entry.needs(**options)
     # A measure of the user's own may want gradients inside.
-    own = all(entry.compute.__module__.startswith(OWN) for entry, _ in chosen)
+    own = all((entry.compute.__module__ or "").startswith(OWN) for entry, _ in chosen)
     with unrecorded(rows.device) if own and isinstance(rows, Tensor) else nullcontext():
         work = Workspace(as_rows(rows, mask), needs, seed)
         return Table((entry.name, compute(entry, work, options)) for entry, options in chosen)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,11 +50,12 @@ class Here:
 @dataclass(frozen=True)
 class Anisotropy:
     """What is left of the gradient's anisotropy without each proxy: gradients and their covariance by half, and the
-    isoscore share of each proxy."""
+    isoscore shares."""
 
     gradients: tuple[Tensor, ...]
     covariances: Tensor
-    isoscores: Mapping[str, Estimate]
+    left: LeftOver
+    shares: Mapping[str, Estimate]
 
     @classmethod
     def of(cls, here: Here, draws: int, seed: int) -> Anisotropy:
@@ -62,8 +64,14 @@ class Anisotropy:
         covariances = torch.stack([unit_covariance(half) for half in gradients])
         bases = torch.stack([torch.stack([pair[1 - half] for pair in here.bases.values()]) for half in (0, 1)])
         left = LeftOver.of(covariances, bases.to(covariances.device), draws, seed)
-        found = isoscore_shares(left.by_half(), [len(half) for half in gradients], here.g.shape[1], [0])[0]
-        return cls(gradients, covariances, dict(zip(here.bases, found, strict=True)))
+        with np.errstate(all="ignore"):  # where nothing is left, ``isoscore`` says so
+            found = isoscore_shares(left.by_half(), [len(half) for half in gradients], here.g.shape[1], [0])[0]
+        return cls(gradients, covariances, left, dict(zip(here.bases, found, strict=True)))
+
+    def isoscore(self, kind: str) -> Estimate:
+        """The isoscore share of one proxy; an error where nothing is left without it, whatever is without others."""
+        self.left.check(list(self.shares).index(kind))
+        return self.shares[kind]
 
     def spectral(self, here: Here, kind: str, draws: int, seed: int) -> Estimate:
         """The spectral share of one proxy; dear, since each control has an eigenvalue to find."""

@@ -288,7 +288,7 @@ class TangentAnalysis:
             yield f"{kind}.activation.enrichment", enrichment_of(whole.share, variance)
             # Of all proxies at once, and here, so that what cannot be told loses nothing of the above.
             left = left or Anisotropy.of(here, self.draws, self.seed)
-            yield f"{kind}.activation.isoscore_share", left.isoscores[kind]
+            yield f"{kind}.activation.isoscore_share", left.isoscore(kind)
             if here.last:
                 yield f"{kind}.activation.spectral_share", left.spectral(here, kind, self.draws, self.seed)
 

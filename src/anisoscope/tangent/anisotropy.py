@@ -25,6 +25,7 @@ from anisoscope.tangent.units import in_range, p_value
 EXACT_WIDTH = 160  # up to here whole eigendecompositions for all controls cost less than an iteration
 LANCZOS_STEPS = 40
 LANCZOS_ROUNDS = 12
+NARROW = 64  # widths below this are done in float64 throughout
 NOTHING = 1e-12
 ALL_HELD = "some basis holds all of the gradient's variance: nothing is left to measure without it"
 TOLERANCE = 1e-5  # residual over eigenvalue at which the iteration stops; the value's own error is its square or so
@@ -105,15 +106,18 @@ class LeftOver:
     def of(
         cls, covariances: Float[Tensor, "h d d"], bases: Float[Tensor, "h p d k"], draws: int, seed: int
     ) -> LeftOver:
-        """From covariances of trace one, in float64. What controls hold goes in float32, which leaves it six digits.
+        """From covariances of trace one, in float64. In many dimensions what controls hold is in float32, which leaves
+        six digits of it.
 
         ``tr P C P = tr C - tr Q^T C Q`` and ``|P C P|^2 = |C|^2 - 2 tr Q^T C^2 Q + |Q^T C Q|^2``: all but the last is
         linear in C or its square, as energies are.
         """
         device, q = covariances.device, bases.to(covariances)
-        drawn = Draws.of(q, draws, seed, device, torch.float32)
+        # In few dimensions a control may hold nearly everything, and what is left is then a small difference.
+        dtype = torch.float32 if covariances.shape[1] >= NARROW else torch.float64
+        drawn = Draws.of(q, draws, seed, device, dtype)
         twice = covariances @ covariances
-        _, normal = drawn.of_moments(torch.stack([covariances, twice], dim=1))
+        normal = drawn.normal_of_moments(torch.stack([covariances, twice], dim=1))
         image = covariances[:, None] @ q
         small = q.mT @ image
         once = torch.cat([small.diagonal(dim1=2, dim2=3).sum(dim=2)[:, :, None], normal[:, :, 0]], dim=2)
@@ -121,10 +125,12 @@ class LeftOver:
         both = torch.cat([small.square().sum(dim=(2, 3))[:, :, None], drawn.lengths(covariances)], dim=2)
         trace, length = covariances.diagonal(dim1=1, dim2=2).sum(dim=1), covariances.square().sum(dim=(1, 2))
         whole = torch.stack([trace, length], dim=1)
-        left = trace[:, None, None] - once
-        if not bool((left > NOTHING * trace[:, None, None]).all()):
+        return cls(trace[:, None, None] - once, length[:, None, None] - 2 * second + both, whole)
+
+    def check(self, number: int) -> None:
+        """Raise where one of the bases, or a control of it, leaves nothing in some half."""
+        if not bool((self.traces[:, number] > NOTHING * self.whole[:, :1]).all()):
             raise DegenerateError(ALL_HELD)
-        return cls(left, length[:, None, None] - 2 * second + both, whole)
 
     def by_half(self) -> list[dict[str, np.ndarray]]:
         """As tables of one site, for each half."""

@@ -60,6 +60,7 @@ def gaussian_draws(
     return draw(width, rank, draws, seed).to(device)
 
 
+@torch.inference_mode(False)  # what is kept serves callers in any mode
 def _draw(width: int, rank: int, draws: int, seed: int) -> Float[Tensor, "d b k"]:
     return torch.randn(width, draws, rank, generator=stream(seed, "controls"))
 

@@ -53,18 +53,20 @@ class _Held(Generic[T]):
         self.kept: OrderedDict[Hashable, T] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, key: Hashable, make: Callable[[], T], most: int) -> T:
-        """What the key stands for, made if it must be."""
+    def get(self, key: Hashable, make: Callable[[], T], size: int, most: int) -> T:
+        """What the key stands for, made if it must be, in so many bytes; room is made for it first."""
         with self._lock:
             found = self.kept.get(key)
             if found is not None:
                 self.kept.move_to_end(key)
                 return found
-        found = make()
-        with self._lock:
-            self.kept[key] = found
-            while sum(one.nbytes for one in self.kept.values()) > most:
+            while self.kept and size + sum(one.nbytes for one in self.kept.values()) > most:
                 self.kept.popitem(last=False)
+        with torch.inference_mode(False):  # whoever comes next may not be in this mode
+            found = make()
+        if size <= most:
+            with self._lock:
+                self.kept[key] = found
         return found
 
 
@@ -79,8 +81,8 @@ class Gaussians:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the draws."""
-        return self.head.nbytes + self.tail.nbytes
+        """Bytes of the draws, and of the three small matrices that are made of each."""
+        return self.head.nbytes + self.tail.nbytes + 3 * self.head.numel() * torch.float64.itemsize
 
     @cached_property
     def inner(self) -> Float[Tensor, "b k k"]:
@@ -126,7 +128,8 @@ def held_gaussians(
         z = gaussian_draws(width, rank, draws, seed=seed).permute(1, 2, 0).to(device).to(dtype)
         return Gaussians(z[:, :, :rank].contiguous(), z[:, :, rank:].contiguous())
 
-    return _held.get((width, rank, draws, seed, str(device), dtype), make, HELD_BYTES)
+    size = draws * rank * (width * dtype.itemsize + 3 * rank * torch.float64.itemsize)
+    return _held.get((width, rank, draws, seed, str(device), dtype), make, size, HELD_BYTES)
 
 
 @dataclass(frozen=True)
@@ -207,10 +210,16 @@ class Draws:
         """Energies (not yet shares) of random and of normal controls in each of several second moments; float64."""
         moments = seconds.to(self.mirrors.dtype)
         if self.by_projectors(moments.shape[0] * moments.shape[1]):
-            return self._by_projectors(moments)
+            return self._random_projected(moments), self._normal_projected(moments)
         found = [self._by_forms(own, mirror) for own, mirror in zip(moments, self.mirrors, strict=True)]
         random, normal = zip(*found, strict=True)
         return torch.stack(random), torch.stack(normal)
+
+    def normal_of_moments(self, seconds: Float[Tensor, "h s d d"]) -> Float[Tensor, "h p s b"]:
+        """Those of normal controls alone."""
+        if self.by_projectors(seconds.shape[0] * seconds.shape[1]):
+            return self._normal_projected(seconds.to(self.mirrors.dtype))
+        return self.of_moments(seconds)[1]
 
     def by_projectors(self, moments: int) -> bool:
         """Whether projectors are used for so many moments: on a CPU, where they fit and cost less than forms.
@@ -232,12 +241,17 @@ class Draws:
             z = torch.cat([head, tail], dim=2) if whole else tail
             return Projectors.onto(orthonormal(z.mT.contiguous()))
 
-        return _projected.get(key, make, PROJECTED_BYTES)
+        return _projected.get(key, make, Projectors.bytes_of(width, len(tail), tail.dtype), PROJECTED_BYTES)
 
-    def _by_projectors(self, moments: Float[Tensor, "h s d d"]) -> tuple[Tensor, Tensor]:
-        (h, p, _, k), each, draws = self.mirrors.shape, moments.shape[1], len(self.gaussians.tail)
+    def _random_projected(self, moments: Float[Tensor, "h s d d"]) -> Float[Tensor, "h s b"]:
         flat = moments.flatten(0, 1)
-        random = self._projectors(True).energies(lambda at, behind: flat[:, at, behind].clone())
+        found = self._projectors(True).energies(lambda at, behind: flat[:, at, behind].clone())
+        return found.unflatten(0, moments.shape[:2])
+
+    def _normal_projected(self, moments: Float[Tensor, "h s d d"]) -> Float[Tensor, "h p s b"]:
+        (h, p, _, k), each = self.mirrors.shape, moments.shape[1]
+        if not p:
+            return moments.new_zeros(h, 0, each, len(self.gaussians.tail), dtype=torch.float64)
         # X and what a moment makes of it, and the same the other way round: H S H = S - X Y^T - Y X^T.
         held = moments[:, None] @ self.mirrors[:, :, None]
         mirror = self.mirrors[:, :, None].expand_as(held)
@@ -248,8 +262,7 @@ class Draws:
         def reflected(at: slice, behind: slice) -> Tensor:
             return (tails[..., at, behind] - one[..., at, :] @ two[..., behind, :].mT).flatten(0, 2)
 
-        normal = self._projectors(False).energies(reflected) if p else flat.new_zeros(0, dtype=torch.float64)
-        return random.view(h, each, draws), normal.view(h, p, each, draws)
+        return self._projectors(False).energies(reflected).unflatten(0, (h, p, each))
 
     def lengths(self, seconds: Float[Tensor, "h d d"]) -> Float[Tensor, "h p b"]:
         """``|Q_b^T S Q_b|^2`` of normal controls in one second moment for each set of bases, float64; by forms."""

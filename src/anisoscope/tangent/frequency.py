@@ -219,7 +219,7 @@ def correlation(
         raise ShapeError(f"{t} values against {len(y)}; pairs are needed")
     if t < 4:
         raise TooFewRowsError(f"a correlation with an error bar needs 4 {over} or more, got {t}")
-    x, y = x.double(), y.double()
+    x, y = x.detach().double(), y.detach().double()
     if not float((x - x.mean()).abs().max()) > 0 or not float((y - y.mean()).abs().max()) > 0:
         raise DegenerateError("one side of the correlation is constant")
     once = torch.ones(1, t, dtype=torch.float64, device=x.device)

@@ -27,7 +27,7 @@ from anisoscope.tangent.stacked_controls import Moments, of_controls
 from anisoscope.tangent.units import FEWEST, GIVEN, Halves, in_both, over_both
 
 WIDE_CELLS = 1 << 27
-TOGETHER_CELLS = 1 << 26  # of second moments up to which both halves go in the same steps
+TOGETHER_CELLS = 1 << 25  # of second moments up to which both halves go in the same steps
 ZETA = 0.1  # the default of ``anisotropy_share``
 
 

@@ -27,7 +27,7 @@ from anisoscope.tangent.sweeps import has_kernels
 
 IMAGE_CELLS = 1 << 27  # images of draws held at a time
 MOST_RANK = 32  # larger matrices no longer fit into registers
-LEAST_COSINE = 1e-6  # between a basis and the first axes, from where on the plain path chooses a reflection
+LEAST_COSINE = 1e-4  # between a basis and the first axes, from where on the plain path chooses a reflection
 
 
 @dataclass(frozen=True)
