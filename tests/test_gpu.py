@@ -213,67 +213,6 @@ def test_a_look_without_room_for_all_sites_takes_them_one_by_one(monkeypatch):
     assert set(found) == {"resid.0", "resid.1"} and all(isinstance(one, dict) for one in found.values())
 
 
-def test_recorded_work_is_the_work_itself_bit_by_bit():
-    from anisoscope.measures import leading
-    from anisoscope.measures.graphs import CudaRecorder, Graphed, _Budget, _Kept
-
-    graphed = Graphed(leading._cycles, CudaRecorder(), _Budget())
-    state = torch.cuda.get_rng_state()
-    for sites, width in ((4, 160), (18, 384)):
-        generator = torch.Generator().manual_seed(width)
-        rows = torch.randn(sites, 1500, width, generator=generator).double().cuda() / torch.arange(1, width + 1).cuda()
-        for at in range(5):
-            matrices = rows.mT @ rows + 0.01 * at * torch.eye(width, device="cuda")
-            columns = torch.randn(sites, width, leading.BLOCK, generator=generator, dtype=torch.float64).cuda()
-            here = torch.cuda.current_stream()
-            side = torch.cuda.Stream() if at % 2 else here  # it may be asked for on any stream
-            side.wait_stream(here)
-            with torch.cuda.stream(side):
-                found = graphed(matrices, columns, rank=16, degrees=(16, 16))
-            here.wait_stream(side)
-            wanted = leading._cycles(matrices, columns, rank=16, degrees=(16, 16))
-            torch.cuda.synchronize()
-            assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True)), (width, at)
-    assert [type(one) for one in graphed._known.values()] == [_Kept, _Kept]
-    assert graphed.budget.spent < 1 << 28
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-
-
-def test_work_that_cannot_be_recorded_is_done_plainly_and_leaves_nothing_behind():
-    from anisoscope.measures.graphs import CudaRecorder, Graphed, _Budget
-
-    def asking(a):
-        return (a * float(a.sum()),)  # a question to the device, which no recording can answer
-
-    graphed = Graphed(asking, CudaRecorder(), _Budget())
-    for at in range(5):
-        a = torch.full((1 << 20,), float(at), device="cuda")
-        assert torch.equal(graphed(a)[0], asking(a)[0])
-    assert list(graphed._known.values()) == [False]
-    # Memory used on another stream comes back: the allocator does not wait for a recording to end.
-    side = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["active_bytes.all.current"]  # what is freed and waits for a recording counts
-    for _ in range(4):
-        big = torch.empty(1 << 24, device="cuda")
-        big.record_stream(side)
-        del big
-        torch.cuda.synchronize()
-        torch.empty(1, device="cuda")
-    assert torch.cuda.memory_stats()["active_bytes.all.current"] - before < 1 << 26
-    assert torch.rand(4, device="cuda").unique().numel() == 4, "random numbers are drawn as ever"
-    # And somebody else's graph can still be recorded, with ours left out of it.
-    good = Graphed(lambda a: (a + 1,), CudaRecorder(), _Budget())
-    a = torch.ones(8, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            out = good(a)[0]
-    graph.replay()
-    assert not good._known
-    assert out.tolist() == [2.0] * 8
-
-
 def test_steps_without_a_look_never_wait_for_the_device():
     import warnings
 

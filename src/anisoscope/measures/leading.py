@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.kernels import kernels_of, kernels_run, on_its_device
-from anisoscope.measures.graphs import Graphed
 from anisoscope.measures.small_eigh import small_eigh
 
 BLOCK = 32  # columns; a batch of decompositions up to this size is one kernel
@@ -69,8 +68,9 @@ def begin_leading(
         columns[:, :, :-FRESH] = start[:, :, :-FRESH]
     first, (least, most) = (DEGREES, CYCLES) if start is None else (DEGREES[2:], (WARM_CYCLES, CYCLES[1]))
     degrees = (*first, *first[-1:] * (most - len(first)))
-    found = _CYCLES(matrices, columns, rank=rank, degrees=degrees[:least])
-    state = _State(_Ritz(*found[:4]), *found[4:])
+    state = _State.of(_Ritz.of(matrices, columns), rank)
+    for degree in degrees[:least]:
+        state = state.after(matrices, degree, rank)
 
     def finish() -> Leading:
         last = state
@@ -81,20 +81,6 @@ def begin_leading(
         return Leading(last.ritz.values, last.ritz.columns, last.settled)
 
     return finish
-
-
-def _cycles(
-    matrices: Float[Tensor, "m d d"], columns: Float[Tensor, "m d b"], *, rank: int, degrees: tuple[int, ...]
-) -> tuple[Tensor, ...]:
-    """The parts of a state and of its Ritz values after cycles of these degrees."""
-    state = _State.of(_Ritz.of(matrices, columns), rank)
-    for degree in degrees:
-        state = state.after(matrices, degree, rank)
-    ritz = state.ritz
-    return ritz.values, ritz.columns, ritz.residuals, ritz.sound, state.captured, state.settled
-
-
-_CYCLES = Graphed(_cycles)  # hundreds of small steps, the same ones at every look
 
 
 @functools.lru_cache(maxsize=8)

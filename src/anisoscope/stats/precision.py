@@ -40,8 +40,8 @@ def full_precision(device: torch.device) -> Iterator[None]:
 def unrecorded(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Nothing is kept for gradients inside, nor can be had later of what is made there.
 
-    On a CPU that is a seventh of the time of small operations. A GPU is asked as ever: what is kept there from look to
-    look, recorded graphs among it, is written into by others too.
+    On a CPU that is a seventh of the time of small operations. A GPU, where what is asked is waited for elsewhere, is
+    asked as ever.
     """
     return torch.inference_mode() if device.type == "cpu" else contextlib.nullcontext()
 

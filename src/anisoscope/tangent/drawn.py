@@ -40,7 +40,7 @@ CHUNK_ROWS = 2048  # rows of draws multiplied at a time on a CPU
 HELD_BYTES = 80 << 20  # of draws kept for the next call
 PROJECTED_BYTES = 480 << 20  # of projectors kept: those of 199 controls at a width of 768
 REFLECTED = 6  # multiplications to reflect a moment, over K D^2 / 2
-LOADED = 6  # multiplications in the time that one number of a projector is read, for the first moment of many
+LOADED = 20  # multiplications in the time that one number of a projector is read, for the first moment of many
 
 
 T = TypeVar("T", "Gaussians", "Projectors")
