@@ -88,7 +88,8 @@ class TestMeasured:
             for _ in range(2):  # one after the other: 64 MB, not 128
                 torch.ones(16 * 2**20, dtype=torch.float32)
 
-        found = cost.measured({"N": 1}, job)
+        # The kernel counts pages of a whole process, in which others may be at work: that adds, and never takes away.
+        found = min((cost.measured({"N": 1}, job) for _ in range(3)), key=lambda one: one.peak)
         assert 60e6 < found.peak < 85e6
         assert len(found.seconds) >= 3 and min(found.seconds) > 0
 

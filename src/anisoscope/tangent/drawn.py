@@ -51,7 +51,13 @@ class _Held(Generic[T]):
 
     def __init__(self) -> None:
         self.kept: OrderedDict[Hashable, T] = OrderedDict()
-        self._lock = Lock()
+        self._lock, self._bytes = Lock(), 0  # counted along: there may be thousands of small ones
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        with self._lock:
+            self.kept.clear()
+            self._bytes = 0
 
     def get(self, key: Hashable, make: Callable[[], T], size: int, most: int) -> T:
         """What the key stands for, made if it must be, in so many bytes; room is made for it first."""
@@ -60,12 +66,14 @@ class _Held(Generic[T]):
             if found is not None:
                 self.kept.move_to_end(key)
                 return found
-            while self.kept and size + sum(one.nbytes for one in self.kept.values()) > most:
-                self.kept.popitem(last=False)
+            while self.kept and size + self._bytes > most:
+                self._bytes -= self.kept.popitem(last=False)[1].nbytes
         with torch.inference_mode(False):  # whoever comes next may not be in this mode
             found = make()
         if size <= most:
             with self._lock:
+                if key not in self.kept:  # another thread may have been as far
+                    self._bytes += size
                 self.kept[key] = found
         return found
 
