@@ -273,9 +273,11 @@ def test_a_basis_with_all_the_variance_leaves_nothing():
     basis = torch.eye(12, dtype=torch.float64)[:, :2].expand(1, 1, 12, 2)
     other = torch.eye(12, dtype=torch.float64)[:, 1:3].expand(1, 1, 12, 2)
     left = LeftOver.of(unit_covariance(rows)[None], torch.cat([other, basis], dim=1), 5, 0)
-    left.check(0)
+    kept = left.of_basis(0)
+    assert torch.equal(kept.traces, left.traces[:, :1]) and torch.equal(kept.squares, left.squares[:, :1])
+    assert math.isfinite(isoscore_shares(2 * kept.by_half(), [40, 40], 12, [0])[0][0].value)
     with pytest.raises(DegenerateError, match="nothing is left"):
-        left.check(1)
+        left.of_basis(1)
 
 
 @pytest.mark.parametrize("width", [3, 4, 8, 63, 64, 100])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anisoscope.capture.maps import LinearMap
-from anisoscope.errors import OptionError, SiteError
+from anisoscope.errors import AnisoscopeError, OptionError, SiteError
 from anisoscope.estimate import Estimate
 from anisoscope.monitoring.tangents import TangentAnalysis
 from anisoscope.monitoring.views import MapView, SiteView
@@ -242,3 +242,18 @@ def test_correlations_take_numbers_that_want_gradients():
     with torch.inference_mode():
         plain = correlation(x, y, over="pairs")  # what is kept from here serves outside as well
     assert correlation(x.requires_grad_(), y.requires_grad_(), over="pairs") == plain
+
+
+def test_a_gradient_that_varies_inside_one_proxy_alone_still_has_energy_outside_it():
+    """A constant outside the proxy is energy and no variance: its tests are told, and that nothing is left to vary."""
+    view = look()
+    flat, inside = view.x.clone(), torch.zeros(N, D)
+    flat[:, K:] = 0
+    inside[:, :K] = view.g[:, :K]
+    inside[:, K] = 1.0
+    found = analysis(view, proxies=("random", "pca"))(SiteView(**{**vars(view), "x": flat, "g": inside}))
+    assert isinstance(found["pca.activation.ratio", "all"], Estimate)
+    assert isinstance(found["random.activation.isoscore_share"], Estimate)
+    assert "pca.activation.isoscore_share" not in found
+    (error,) = {str(one) for one in found.values() if isinstance(one, AnisoscopeError)}
+    assert "nothing is left" in error

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,13 +48,12 @@ class Here:
 
 @dataclass(frozen=True)
 class Anisotropy:
-    """What is left of the gradient's anisotropy without each proxy: gradients and their covariance by half, and the
-    isoscore shares."""
+    """What is left of the gradient's anisotropy without each proxy; gradients and their covariance by half."""
 
     gradients: tuple[Tensor, ...]
     covariances: Tensor
     left: LeftOver
-    shares: Mapping[str, Estimate]
+    kinds: tuple[str, ...]
 
     @classmethod
     def of(cls, here: Here, draws: int, seed: int) -> Anisotropy:
@@ -64,14 +62,13 @@ class Anisotropy:
         covariances = torch.stack([unit_covariance(half) for half in gradients])
         bases = torch.stack([torch.stack([pair[1 - half] for pair in here.bases.values()]) for half in (0, 1)])
         left = LeftOver.of(covariances, bases.to(covariances.device), draws, seed)
-        with np.errstate(all="ignore"):  # where nothing is left, ``isoscore`` says so
-            found = isoscore_shares(left.by_half(), [len(half) for half in gradients], here.g.shape[1], [0])[0]
-        return cls(gradients, covariances, left, dict(zip(here.bases, found, strict=True)))
+        return cls(gradients, covariances, left, tuple(here.bases))
 
     def isoscore(self, kind: str) -> Estimate:
         """The isoscore share of one proxy; an error where nothing is left without it, whatever is without others."""
-        self.left.check(list(self.shares).index(kind))
-        return self.shares[kind]
+        own = self.left.of_basis(self.kinds.index(kind))
+        rows, width = [len(half) for half in self.gradients], self.covariances.shape[1]
+        return isoscore_shares(own.by_half(), rows, width, [0])[0][0]
 
     def spectral(self, here: Here, kind: str, draws: int, seed: int) -> Estimate:
         """The spectral share of one proxy; dear, since each control has an eigenvalue to find."""

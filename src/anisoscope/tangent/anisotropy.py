@@ -127,10 +127,12 @@ class LeftOver:
         whole = torch.stack([trace, length], dim=1)
         return cls(trace[:, None, None] - once, length[:, None, None] - 2 * second + both, whole)
 
-    def check(self, number: int) -> None:
-        """Raise where one of the bases, or a control of it, leaves nothing in some half."""
+    def of_basis(self, number: int) -> LeftOver:
+        """Of one basis alone; an error where it, or a control of it, leaves nothing in some half."""
         if not bool((self.traces[:, number] > NOTHING * self.whole[:, :1]).all()):
             raise DegenerateError(ALL_HELD)
+        at = slice(number, number + 1)
+        return LeftOver(self.traces[:, at], self.squares[:, at], self.whole)
 
     def by_half(self) -> list[dict[str, np.ndarray]]:
         """As tables of one site, for each half."""
