@@ -83,6 +83,23 @@ def narrow():
     return told | {f"{name} of all": float((one - 1).abs().max()) for name, one in of_all.items()}
 
 
+def in_halves():
+    """Products with groups of wide rows in half precision, of sizes far apart, one of them of nothing: as close as
+    float32 has them; and what is not finite stays so."""
+    moments, bases, z = case(2, 2, 3, 3, 4)
+    moments.groups[0, 1] *= 1e-20
+    moments.groups[1, 0] *= 1e20
+    before = stacked_controls.PARTED_WIDTH
+    stacked_controls.PARTED_WIDTH = 40
+    told = gaps(*both(moments, bases, z, torch.float32))
+    moments.groups[1, 2] = 0
+    nothing = both(moments, bases, z, torch.float32)[1].random[1, 2].abs().max()
+    moments.groups[0, 2, 3, 3] = torch.nan
+    lost = both(moments, bases, z, torch.float32)[1].random.isnan().flatten(2).any(dim=2)
+    stacked_controls.PARTED_WIDTH = before
+    return {"gaps": told, "nothing": float(nothing), "lost": lost.tolist()}
+
+
 def few_at_a_time():
     """Sites one by one, against all of them together."""
     given = case(3, 1, 2, 3, 4)
@@ -119,5 +136,12 @@ def constant():
 
 
 if __name__ == "__main__":
-    cases = {"shapes": shapes, "narrow": narrow, "few": few_at_a_time, "unclear": unclear, "constant": constant}
+    cases = {
+        "shapes": shapes,
+        "narrow": narrow,
+        "halves": in_halves,
+        "few": few_at_a_time,
+        "unclear": unclear,
+        "constant": constant,
+    }
     print(json.dumps({name: one() for name, one in cases.items()}))

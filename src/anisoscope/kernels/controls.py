@@ -16,6 +16,8 @@ LEAST_PLACES = 16
 """What a product of two tiles takes."""
 PER_WARP = 512
 """Entries of a small matrix that one warp keeps: few warps, since sums over more of them wait for each other."""
+ROWS, COLUMNS = 4, 512
+"""Of what one program takes apart."""
 
 
 @triton.jit
@@ -52,6 +54,25 @@ def _left(trace, square, once, twice, both, unit, whole):
     """What is left of a covariance of trace one without a span that holds so much of it, of its square, and twice."""
     tl.store(trace, unit / unit - once / unit)
     tl.store(square, whole + (both - 2 * twice) / unit / unit)
+
+
+@triton.jit
+def in_halves(
+    source, factors, out, total, each, D, LEFT: tl.constexpr, R: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """Rows times a factor, one for ``each`` of them in turn, as sums of two float16, written beside one another three
+    times: high, high and low on the ``LEFT`` of a product, high, low and high on its right."""
+    at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    k = tl.program_id(1) * B + tl.arange(0, B)
+    inside = (at < total)[:, None] & (k < D)[None, :]
+    factor = tl.load(factors + at // each, mask=at < total, other=0.0).to(tl.float32)
+    value = tl.load(source + at[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float32) * factor[:, None]
+    high = value.to(tl.float16)
+    low = (value - high.to(tl.float32)).to(tl.float16)
+    place = out + at[:, None] * 3 * D + k[None, :]
+    tl.store(place, high, mask=inside)
+    tl.store(place + D, high if LEFT else low, mask=inside)
+    tl.store(place + 2 * D, low if LEFT else high, mask=inside)
 
 
 @triton.jit(do_not_specialize=["sites", "bases", "draws", "groups"])

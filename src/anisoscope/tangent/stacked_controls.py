@@ -27,7 +27,11 @@ from anisoscope.tangent.sweeps import has_kernels
 
 IMAGE_CELLS = 1 << 27  # images of draws held at a time
 MOST_RANK = 32  # larger matrices no longer fit into registers
-LEAST_COSINE = 1e-4  # between a basis and the first axes, from where on the plain path chooses a reflection
+MOMENT_BITS, DRAW_SIZE = (
+    14,
+    256.0,
+)  # moments come to less than two to the 14th in half precision, draws to some thousand
+LEAST_COSINE = 1e-8  # between a basis and the first axes: below it the plain path chooses a reflection
 
 
 @dataclass(frozen=True)
@@ -113,13 +117,17 @@ def _orthonormal(q: Float[Tensor, "s p d k"]) -> Float[Tensor, "s p d k"]:
 def _mirrors(q: Float[Tensor, "s p d k"]) -> Float[Tensor, "s p_plus_one d k"]:
     """``controls.mirrors`` of each basis, and then the first axes; NaN where reflections of a basis are many, or none:
     such a site is then left to the plain path."""
-    sites, bases, _, k = q.shape
+    sites, _, _, k = q.shape
     top = q[:, :, :k]
     inner = (top.mT @ top).flatten(0, 1)
     # What is not finite would end the decomposition of all of them.
-    values, right = small_eigh(torch.where(torch.isfinite(inner.sum(dim=(1, 2), keepdim=True)), inner, 0.0))
-    cosines, right = values.clamp_min(0).sqrt().view(sites, bases, k), right.view_as(top)
-    left = top @ right / torch.where(cosines > LEAST_COSINE, cosines, torch.nan)[:, :, None]
+    _, right = small_eigh(torch.where(torch.isfinite(inner.sum(dim=(1, 2), keepdim=True)), inner, 0.0))
+    right = right.view_as(top)
+    along = top @ right
+    # Roots of eigenvalues would have half as many digits where a cosine is small, and one in hundred bases has one
+    # below 1e-4; what their vectors lack is made up for by a step of Newton's.
+    cosines = torch.linalg.vector_norm(along, dim=2)
+    left = _orthonormal(along / torch.where(cosines > LEAST_COSINE, cosines, torch.nan)[:, :, None])
     axes = torch.eye(q.shape[2], k, dtype=q.dtype, device=q.device).expand(sites, 1, -1, -1)
     return torch.cat([mirrored(q, left, cosines, right), axes], dim=1)
 
@@ -274,6 +282,47 @@ def _of_groups(
         return rows, rows, rows  # nobody reads them
     groups, b, k = moments.groups.to(near.dtype).contiguous(), *near.shape[:2]
     flat, x = near.view(b * k, width), rows.to(near.dtype)
-    forms = _product(flat, groups.view(-1, width)).view(b, k * sites * count, width) @ near.mT
+    if near.dtype == torch.float32 and width >= PARTED_WIDTH:
+        images, size = _in_halves(flat, groups)
+        forms = (images.view(b, k * sites * count, width) @ near.mT).view(b, k, -1, k).div_(size[:, None]).flatten(1, 2)
+    else:
+        forms = (flat @ groups.view(-1, width).mT).view(b, k * sites * count, width) @ near.mT
     held = x[:, None] @ groups
     return forms, held.flatten(1, 2) @ x.mT, held.view(-1, width) @ flat.mT
+
+
+def _in_halves(
+    draws: Float[Tensor, "m d"], groups: Float[Tensor, "s g d d"]
+) -> tuple[Float[Tensor, "m n"], Float[Tensor, "sg"]]:
+    """Products of draws with the rows of second moments, and what those of each moment are too large by.
+
+    Each number is two of float16, which are multiplied in three products: 22 bits, as of two of TF32, in half the time.
+    Powers of two bring them into range: no entry of a second moment is larger than the largest on its diagonal.
+    """
+    width = groups.shape[3]
+    largest = groups.diagonal(dim1=2, dim2=3).amax(dim=2).flatten()
+    factors = torch.ldexp(
+        torch.ones_like(largest), MOMENT_BITS - torch.frexp(torch.where(largest > 0, largest, 1.0))[1]
+    )
+    left = _apart(draws, torch.full_like(largest[:1], DRAW_SIZE), len(draws), left=True)
+    right = _apart(groups.view(-1, width), factors, width, left=False)
+    return _multiplied(left, right.mT), factors * DRAW_SIZE
+
+
+def _apart(
+    rows: Float[Tensor, "n d"], factors: Float[Tensor, "f"], each: int, *, left: bool
+) -> Float[Tensor, "n three_d"]:
+    """``kernels.controls.in_halves`` of these rows."""
+    kernels, (n, width) = kernels_of("controls"), rows.shape
+    out = torch.empty(n, 3 * width, dtype=torch.float16, device=rows.device)
+    kernels.in_halves[(-(-n // kernels.ROWS), -(-width // kernels.COLUMNS))](
+        rows, factors, out, n, each, width, LEFT=left, R=kernels.ROWS, B=kernels.COLUMNS
+    )
+    return out
+
+
+def _multiplied(left: Float[Tensor, "m d"], right: Float[Tensor, "d n"]) -> Float[Tensor, "m n"]:
+    """A product of float16 matrices in float32."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
