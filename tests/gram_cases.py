@@ -24,8 +24,11 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def by_kernel(rows, ends, out=None, *, parts=3, columns=32, step=16, window=48):
-    kernels.tiling = lambda device: kernels.Tiling(columns=columns, warps=4, rows=step, window=window, parts=parts)
+KINDS = ("bfloat16", "tf32", "float16")
+
+
+def by_kernel(rows, ends, out=None, *, kind="bfloat16", columns=32, step=16, window=48):
+    kernels.tiling = lambda device: kernels.Tiling(columns=columns, warps=4, rows=step, window=window, kind=kind)
     return moments.cell_grams(rows, ends, out)
 
 
@@ -48,7 +51,7 @@ def told(rows, ends, **how):
 
 
 def shapes():
-    """Whole tiles and not, an even and an odd number of them, cells of every kind, three parts and two."""
+    """Whole tiles and not, an even and an odd number of them, cells of every kind, parts of every kind."""
     uneven = [0, 1, 1, 18, 66, 130]  # empty, of one row, of less than a step and more than a window, and a rest
     sizes = {
         "one tile": (1, 32, 32, [32]),
@@ -60,13 +63,13 @@ def shapes():
         "nothing at all": (2, 9, 40, [0, 0]),
     }
     return {
-        f"{name}, {parts}": told(draw(s, n, d), ends, parts=parts)
+        f"{name}, {kind}": told(draw(s, n, d), ends, kind=kind)
         for name, (s, n, d, ends) in sizes.items()
-        for parts in (3, 2)
+        for kind in KINDS
     }
 
 
-def strides():
+def strides(kind):
     """Some of the sites, rows and columns of something larger, columns first, and a place among others to write to."""
     whole = draw(5, 60, 80)
     ends, found = [20, 60], {}
@@ -79,43 +82,53 @@ def strides():
     }
     for name, rows in views.items():
         right = [min(end, rows.shape[1]) for end in ends]
-        got = by_kernel(rows, right)
+        got = by_kernel(rows, right, kind=kind)
         found[name] = error(got, rows, right) if len(rows) else 0.0
     out = torch.full((5, 2, 3, 80, 80), torch.nan, dtype=torch.float64)
-    mine = by_kernel(whole, ends, out[:, :, 1])
+    mine = by_kernel(whole, ends, out[:, :, 1], kind=kind)
     found["place"] = error(out[:, :, 1], whole, ends)
     alone = bool(out[:, :, [0, 2]].isnan().all()) and mine.data_ptr() == out[:, :, 1].data_ptr()
     return {"errors": found, "nothing else is written": alone}
 
 
 def scales():
-    """Columns from 1e-10 to 1e10; and many windows of rows far from zero, whose sum grows and grows."""
+    """Columns from 1e-10 to 1e10; and many windows of rows far from zero, whose sum grows and grows.
+
+    ``few`` are entries of eight bits: sums of a window have no error, so that what is lost is lost between windows.
+    """
     rows = draw(1, 90, 50) * torch.logspace(-10, 10, 50)
     far = 3 + 0.01 * draw(1, 4096, 20)
     return {
-        "scales": {parts: told(rows, [40, 90], parts=parts)["error"] for parts in (3, 2)},
+        "scales": {kind: told(rows, [40, 90], kind=kind)["error"] for kind in KINDS},
         "far": told(far, [4096], step=32, window=32)["error"],
+        "few": told(
+            (far + draw(1, 4096, 20, seed=1) / 4).bfloat16().float(), [4096], step=32, window=32, kind="float16"
+        ),
         "plain": float(((far[0].T @ far[0]).double() / truth(far, [4096])[0, 0] - 1).abs().max()),
     }
 
 
-def lost():
+def lost(kind):
     """Which cells and columns a row with NaN or an infinity spoils."""
     rows, clean = draw(3, 60, 40), [10, 30, 60]
     rows[0, 9, 4], rows[1, 30, 33], rows[2, 29, 39] = torch.nan, torch.inf, -torch.inf
-    found = by_kernel(rows, clean)
+    found = by_kernel(rows, clean, kind=kind)
     wanted = torch.zeros(found.shape, dtype=torch.bool)
     for site, cell, column in ((0, 0, 4), (1, 2, 33), (2, 1, 39)):
         wanted[site, cell, column], wanted[site, cell, :, column] = True, True
     return torch.equal(~found.isfinite(), wanted)
 
 
-def same():
-    """The same bits twice, and those of ``grams`` of each cell alone."""
-    rows = draw(2, 70, 45)
-    found = by_kernel(rows, [30, 70])
+def same(kind):
+    """The same bits twice, those of ``grams`` of each cell alone, and of one site at a time."""
+    rows = draw(2, 70, 45) * torch.logspace(-3, 3, 70)[:, None]
+    found = by_kernel(rows, [30, 70], kind=kind)
     alone = torch.stack([moments.grams(part) for part in rows.split([30, 40], dim=1)], dim=1)
-    return {"twice": torch.equal(found, by_kernel(rows, [30, 70])), "alone": torch.equal(found, alone)}
+    again = by_kernel(rows, [30, 70], kind=kind)
+    whole, moments.HALF_CELLS = moments.HALF_CELLS, 1
+    few = by_kernel(rows, [30, 70], kind=kind)
+    moments.HALF_CELLS = whole
+    return {"twice": torch.equal(found, again), "alone": torch.equal(found, alone), "few": torch.equal(found, few)}
 
 
 def parts():
@@ -125,6 +138,54 @@ def parts():
     return float((by_kernel(rows, [1])[0, 0, 0] - rows[0, 0].double()).abs().max())
 
 
+def halves():
+    """What two of float16 leave of an entry, seen in its product with one.
+
+    ``short`` integers of 22 bits have no error. ``long`` ones, of 24, are told relative to their size. ``small``
+    entries stand in one column with a one, and are told relative to that, whatever their own size.
+    """
+    integers = [float((1 << 24) - 1 - 7919 * at) for at in range(24)]
+    short = torch.tensor([1.0, *(one // 4 for one in integers)]).view(1, 1, 25)
+    long = torch.tensor([1.0, *integers]).view(1, 1, 25)
+    small = torch.zeros(1, 2, 25)
+    small[0, 0, 1:] = 1
+    small[0, 1] = torch.cat([torch.ones(1), draw(24) * torch.logspace(-1, -12, 24)])
+    gaps = {
+        name: (by_kernel(rows, [rows.shape[1]], kind="float16")[0, 0, 0] - rows[0, -1].double()).abs()
+        for name, rows in {"short": short, "long": long, "small": small}.items()
+    }
+    return {
+        "short": float(gaps["short"].max()),
+        "long": float((gaps["long"] / long[0, 0]).max()),
+        "small": float((gaps["small"] - small[0, 1].double().abs() / (1 << 22)).max()),
+    }
+
+
+def hostile():
+    """Columns at both ends of float32, with one entry of another size, of nothing, and cells that differ in size.
+
+    float64 holds all of their products, some of which float32 does not.
+    """
+    rows, ends = draw(1, 60, 40), [25, 60]
+    for at, size in enumerate((1e-45, 1e-44, 1e-41, 1e-38, 2e-38, 1e-30, 1e30, 5e36)):
+        rows[..., 4 * at : 4 * at + 4] *= size
+    rows[..., 32:34] = 0
+    rows[:, 7, 34], rows[:, 50, 35], rows[..., 36] = 1e20, -3.4028234e38, 3.4028234e38
+    rows[..., 37] = torch.finfo(torch.float32).tiny
+    rows[:, 25:, 38:] *= 1e-30
+    return told(rows, ends, kind="float16")
+
+
 if __name__ == "__main__":
-    cases = {"shapes": shapes, "strides": strides, "scales": scales, "lost": lost, "same": same, "parts": parts}
+    two = ("bfloat16", "float16")
+    cases = {
+        "shapes": shapes,
+        "strides": lambda: {kind: strides(kind) for kind in two},
+        "scales": scales,
+        "lost": lambda: {kind: lost(kind) for kind in two},
+        "same": lambda: {kind: same(kind) for kind in two},
+        "parts": parts,
+        "halves": halves,
+        "hostile": hostile,
+    }
     print(json.dumps({name: one() for name, one in cases.items()}))

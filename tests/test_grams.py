@@ -26,27 +26,41 @@ def test_the_kernel_says_what_float64_says(cases):
 
 
 def test_rows_from_anywhere_to_anywhere(cases):
-    found = cases["strides"]
-    assert max(found["errors"].values()) < 1e-6, found
-    assert found["nothing else is written"]
+    for kind, found in cases["strides"].items():
+        assert max(found["errors"].values()) < 1e-6, (kind, found)
+        assert found["nothing else is written"], kind
 
 
 def test_columns_of_all_sizes_and_sums_that_grow(cases):
     found = cases["scales"]
     assert max(found["scales"].values()) < 1e-6, found
     assert found["far"] < 1e-7 < found["plain"], "what a sum in float32 would lose is kept beside it"
+    assert found["few"]["error"] < 1e-12, found["few"]
 
 
 def test_rows_that_are_no_numbers_spoil_their_own_cell_and_site_alone(cases):
-    assert cases["lost"]
+    assert cases["lost"] == {"bfloat16": True, "float16": True}
 
 
 def test_the_same_bits_twice_and_alone(cases):
-    assert cases["same"] == {"twice": True, "alone": True}
+    assert len(cases["same"]) == 2
+    for kind, found in cases["same"].items():
+        assert found == {"twice": True, "alone": True, "few": True}, kind
 
 
 def test_three_parts_hold_a_float32_whole(cases):
     assert cases["parts"] == 0
+
+
+def test_two_of_float16_hold_22_bits_of_an_entry_and_39_below_the_largest_of_its_column(cases):
+    found = cases["halves"]
+    assert found["short"] == 0
+    assert 0 < found["long"] <= 2**-22
+    assert found["small"] <= 2**-39
+
+
+def test_halves_of_columns_at_both_ends_of_float32(cases):
+    assert cases["hostile"]["error"] < 2**-21 and cases["hostile"]["symmetric"], cases["hostile"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

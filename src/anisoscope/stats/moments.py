@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ PARTED_WIDTH = 2048  # from here on tensor cores win
 PARTED_ROWS = 1024  # multiplied at a time there
 PARTED_CELLS = 1 << 27  # of products held at a time there, float32
 KERNEL_CELLS = 1 << 27  # of rows that one launch multiplies
+HALF_CELLS = 1 << 30  # of rows written down as float16 at a time, twice
 STRIP_COLUMNS = 64  # narrower strips than this no longer run at full speed
 SAFE_SIZE = 2.0**64  # rows between this and its inverse: eighth powers, the highest in use, stay far inside float64
 
@@ -294,10 +295,14 @@ def cell_grams(
         narrow = rows.float()
         _launched(narrow if narrow.stride(2) == 1 else narrow.contiguous(), bounds, out)
         return out
+    if rows.is_cuda and width < PARTED_WIDTH:
+        rows = rows.double()  # once for all cells, whose products then go where they belong: a launch for each
     for cell, (a, b) in enumerate(itertools.pairwise(bounds)):
         part = rows[:, a:b]
         if a == b:
             out[:, cell] = 0
+        elif rows.is_cuda and width < PARTED_WIDTH:
+            torch.bmm(part.mT, part, out=out[:, cell])
         elif rows.dtype != torch.float64 and in_parts(width, rows.device):
             for site, one in enumerate(part):
                 out[site, cell] = gram_in_parts(one.float())
@@ -308,15 +313,53 @@ def cell_grams(
 
 @on_its_device
 def _launched(rows: Float[Tensor, "s n d"], bounds: Sequence[int], out: Float[Tensor, "s c d d"]) -> None:
-    """All of ``cell_grams`` by the kernel."""
+    """All of ``cell_grams`` by the kernels."""
     kernels = kernels_of("grams")
     cut, (sites, cells, width, _) = kernels.tiling(rows.device), out.shape
     tiles = -(-width // cut.columns)
     if out.numel() == 0:
         return
+    if cut.kind == "float16":
+        step = max(1, HALF_CELLS // max(1, rows[0].numel()))
+        for few in (slice(at, at + step) for at in range(0, sites, step)):
+            _launched_in_halves(rows[few], bounds, out[few], cut)
+        return
     kernels.cell_grams[(sites * cells * (tiles * (tiles + 1) // 2),)](
         rows, sent(bounds, rows, torch.int64), out, width, tiles, cells,
         rows.stride(0), rows.stride(1), out.stride(0), out.stride(1),
-        B=cut.columns, K=cut.rows, W=cut.window, PARTS=cut.parts, PART=kernels.PART,
+        B=cut.columns, K=cut.rows, W=cut.window, PARTS=3 if cut.kind == "bfloat16" else 2, PART=kernels.PART,
         num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+
+
+def _launched_in_halves(
+    rows: Float[Tensor, "s n d"], bounds: Sequence[int], out: Float[Tensor, "s c d d"], cut: Any
+) -> None:
+    """The same from two float16 an entry, which are written down first, the rows of each cell in whole blocks."""
+    kernels = kernels_of("grams")
+    sites, cells, width, _ = out.shape
+    tiles = -(-width // cut.columns)
+    places = [
+        (at, min(cut.rows, b - at), cell)
+        for cell, (a, b) in enumerate(itertools.pairwise(bounds))
+        for at in range(a, b, cut.rows)
+    ]
+    if not places:
+        out.zero_()
+        return
+    held = [0, *itertools.accumulate(-(-(b - a) // cut.rows) * cut.rows for a, b in itertools.pairwise(bounds))]
+    blocks, where = (len(places), tiles, sites), sent([*itertools.chain(*places)], rows, torch.int32)
+    given = (width, cells, rows.stride(0), rows.stride(1))
+    block = {"K": cut.rows, "C": cut.columns, "num_warps": 8}
+    sizes = torch.zeros(sites, cells, width, dtype=torch.int32, device=rows.device)
+    kernels.column_sizes[blocks](rows, where, sizes, *given, **block)
+    # The largest entry of a column comes to 2**14 or more, and below 2**15: float16 ends before 2**16.
+    exponent = sizes.view(torch.float32).double().view(torch.int64) >> 52
+    units = (exponent.clamp_min(15) - 14 << 52).view(torch.float64)
+    halves = torch.empty(2, sites, held[-1], tiles * cut.columns, dtype=torch.float16, device=rows.device)
+    kernels.halves_of_rows[blocks](rows, where, units, halves, *given, halves.stride(2), halves.stride(0), **block)
+    kernels.half_grams[(sites * cells * (tiles * (tiles + 1) // 2),)](
+        halves, sent(held, rows, torch.int64), units, out, width, tiles, cells,
+        held[-1], halves.stride(2), halves.stride(0), out.stride(0), out.stride(1),
+        B=cut.columns, K=cut.rows, W=cut.window, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
