@@ -197,6 +197,31 @@ def test_products_of_wide_rows_by_cell():
         assert torch.equal(found[::2, 6], grams(rows[::2, 1701:4095])), "sites and rows of something larger"
 
 
+def test_distances_by_type_are_those_of_plain_sums():
+    """Widths of one warp and of many, one with tiles that end beyond the row; a type with a fifth of all rows."""
+    from anisoscope.tangent.stacked_types import Types, fits, plain_sums, sums_by_kernel
+    from anisoscope.text.frequency import TokenCounts, frequency_bins
+
+    draw = torch.Generator().manual_seed(0)
+    ids = (torch.rand(4000, generator=draw) ** 4 * 2000).long()
+    ids[:800] = 7
+    counts = TokenCounts.of(ids, 2000)
+    types = Types.of(ids, frequency_bins(counts, 4), counts, 19, 0, torch.device("cuda"))
+    for sites, width, dtype in (
+        (1, 16, torch.float32), (3, 64, torch.float32), (2, 770, torch.float32), (2, 1024, torch.float16),
+        (3, 2048, torch.float32), (2, 2048, torch.bfloat16), (2, 4096, torch.float32), (1, 4095, torch.float32),
+    ):  # fmt: skip
+        x = (torch.randn(sites, 4000, width, generator=draw) + 30).to("cuda", dtype)
+        x[0, 100:200] = x[0, 100]
+        assert fits(x)
+        found, plain = sums_by_kernel(x, types), plain_sums(x, types)
+        gap = ((found - plain).abs() / torch.where(plain == 0, 1e-300, plain)).max()
+        assert float(gap) < 1e-12, (width, dtype, float(gap))
+        assert torch.equal(found, sums_by_kernel(x, types)), "the same bits"
+    found = sums_by_kernel(x[:, :, 5:90], types)
+    assert torch.allclose(found, plain_sums(x[:, :, 5:90], types), rtol=1e-12, atol=0), "columns of something wider"
+
+
 def test_a_look_without_room_for_all_sites_takes_them_one_by_one(monkeypatch):
     from anisoscope.monitoring import tangents, tangents_together
     from anisoscope.monitoring.views import SiteView

@@ -18,12 +18,15 @@ from torch import Tensor
 
 from anisoscope.errors import OptionError
 from anisoscope.estimate import Estimate
+from anisoscope.kernels import kernels_of, kernels_run, on_its_device
+from anisoscope.measures.row_kernels import column_sums
 from anisoscope.tangent.frequency import CENTROIDS, CORRELATIONS, SAME
 from anisoscope.tangent.stacked import jackknives
 from anisoscope.tangent.units import FEWEST, stream
 from anisoscope.text.frequency import FrequencyBins, TokenCounts
 
 WIDE_CELLS = RANK_CELLS = 1 << 27
+ROW_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of rows that the kernel takes
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,20 @@ class Types:
         return self.twice.nonzero().reshape(-1)
 
     @cached_property
+    def runs(self) -> Runs:
+        """Rows type by type."""
+        names = self.size.argsort(descending=True, stable=True)
+        place = torch.empty_like(names).scatter_(0, names, torch.arange(len(names), device=names.device))
+        begins = torch.nn.functional.pad(self.size[names].long().cumsum(dim=0), (1, 0))
+        return Runs(place[self.index].argsort(stable=True), begins, names, int((self.sizes > 1).sum()))
+
+    @cached_property
+    def stretch(self) -> Float[Tensor, "n"]:
+        """What undoes that a row is part of its type's centroid."""
+        size = self.size[self.index]
+        return (size / (size - 1).clamp_min(1)).sqrt()
+
+    @cached_property
     def counts(self) -> tuple[_Counts, _Counts]:
         """Log counts of those types and of all of them."""
         return _Counts.of(self.log_count[self.often], self.weights[0]), _Counts.of(self.log_count, self.weights[1])
@@ -80,6 +97,17 @@ class Types:
         x = self.log_count
         own = x[self.twice]
         return len(own) >= 4 and all(float(one.max()) > float(one.min()) for one in (x, own))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Rows type by type, types with most rows first: the rows, where each type's begin, which type it is, and how many
+    of the types have more than one."""
+
+    order: Int[Tensor, "n"]
+    begins: Int[Tensor, "t_and_one"]
+    names: Int[Tensor, "t"]
+    often: int
 
 
 def _drawn(t: int, bootstraps: int, seed: int) -> Float[Tensor, "b t"]:
@@ -99,11 +127,39 @@ class TypeSums:
 
 def type_sums(x: Float[Tensor, "s n d"], types: Types) -> TypeSums:
     """Distances of all sites. Correlations by centroid (own, overall), then by kind (Pearson, Spearman)."""
+    sums = sums_by_kernel(x, types) if fits(x) else plain_sums(x, types)
+    means = sums / types.size
+    own_side, all_sides = types.counts
+    drawn = [_correlations(own_side, means[0][:, types.often]), _correlations(all_sides, means[1])]
+    return TypeSums(sums, torch.stack(drawn))
+
+
+def fits(x: Float[Tensor, "s n d"]) -> bool:
+    """Whether the kernel takes rows of this kind, where they are."""
+    right = x.dtype in ROW_TYPES and x.shape[1] > 1 and x.stride(2) == 1 and kernels_run(x.device)
+    return right and x.shape[2] <= int(kernels_of("types").WIDEST)
+
+
+@on_its_device
+def sums_by_kernel(x: Float[Tensor, "s n d"], types: Types) -> Float[Tensor, "two s t"]:
+    """Sums of distances of each type's tokens, own and overall, from the rows as they are."""
+    kernels, (sites, n, width), runs = kernels_of("types"), x.shape, types.runs
+    mean = column_sums(x).total / n
+    t, tile = len(runs.names), kernels.tiling(width)
+    sums = torch.empty(2, sites, t, dtype=torch.float64, device=x.device)
+    programs = runs.often + -(-(t - runs.often) // tile["R"])
+    kernels.type_distances[(programs * sites,)](
+        x, mean, runs.order, runs.begins, runs.names, sums, n, width, sites, t, runs.often, x.stride(0), x.stride(1),
+        SAME=SAME, **tile,
+    )  # fmt: skip
+    return sums
+
+
+def plain_sums(x: Float[Tensor, "s n d"], types: Types) -> Float[Tensor, "two s t"]:
+    """The same by operations of torch, some sites at a time."""
     sites, n, width = x.shape
     t = len(types.size)
-    own, overall = (x.new_empty(sites, n, dtype=torch.float64) for _ in range(2))
-    of_type = types.size[types.index]
-    stretch = (of_type / (of_type - 1).clamp_min(1)).sqrt()
+    own, overall = both = x.new_empty(2, sites, n, dtype=torch.float64)
     step = max(1, WIDE_CELLS // (n * width))  # sites whose rows are held as float64 at a time
     for first in range(0, sites, step):
         few = slice(first, first + step)
@@ -113,66 +169,73 @@ def type_sums(x: Float[Tensor, "s n d"], types: Types) -> TypeSums:
         overall[few] = length * math.sqrt(n / (n - 1))
         centres = wide.new_zeros(len(wide), t, width).index_add_(1, types.index, wide) / types.size[:, None]
         away = torch.linalg.vector_norm(wide.sub_(centres.index_select(1, types.index)), dim=2)
-        own[few] = torch.where(away > SAME * length, away * stretch, 0.0)
+        own[few] = torch.where(away > SAME * length, away * types.stretch, 0.0)
     sums = x.new_zeros(2, sites, t, dtype=torch.float64)
-    sums.view(-1, t).index_add_(1, types.index, torch.stack([own, overall]).flatten(0, 1))
-    means = sums / types.size
-    own_side, all_sides = types.counts
-    drawn = [_correlations(own_side, means[0][:, types.often]), _correlations(all_sides, means[1])]
-    return TypeSums(sums, torch.stack(drawn))
+    sums.view(-1, t).index_add_(1, types.index, both.flatten(0, 1))
+    return sums
 
 
 @dataclass(frozen=True)
 class _Counts:
     """What correlations with log counts need of the counts' side, under each weighting: it is the same at every look.
 
-    ``x`` about its plain mean, its sums, and its centred ranks times the weights.
+    ``moments`` are the weights as shares, and deviations times these over the standard deviation; ``padded`` the
+    weights and a zero behind them; ``ranks`` the centred ranks times the weights.
     """
 
-    x: Float[Tensor, "t"]
     weights: Float[Tensor, "b t"]
-    total: Float[Tensor, "b"]
-    first: Float[Tensor, "b"]
-    spread: Float[Tensor, "b"]
+    moments: Float[Tensor, "two_b t"]
+    padded: Float[Tensor, "b t_and_one"]
     ranks: Float[Tensor, "b t"]
-    rank_spread: Float[Tensor, "b"]
+    cube: Float[Tensor, "b 1"]
+    rank_unit: Float[Tensor, "b 1"]
 
     @classmethod
     def of(cls, x: Float[Tensor, "t"], weights: Float[Tensor, "b t"]) -> _Counts:
-        total, x = weights.sum(dim=1), x - x.mean()
-        first = weights @ x
-        ranks = _centred_ranks(x[None], weights, total)[0]
+        total = weights.sum(dim=1, keepdim=True)
+        x = x - x.mean()
+        shares = weights / total
+        apart = x - shares @ x[:, None]
+        spread = (shares * apart.square()).sum(dim=1, keepdim=True)
+        padded = torch.nn.functional.pad(weights, (0, 1))
+        ranks = _mid_ranks(x[None], padded)[0][:, 0] - total / 2
         weighted = weights * ranks
-        spread = weights @ x.square() - first**2 / total
-        return cls(x, weights, total, first, spread, weighted, (weighted * ranks).sum(dim=1))
+        unit = (weighted * ranks).sum(dim=1, keepdim=True) / 12
+        moments = torch.cat([shares, shares * apart / spread.sqrt()])
+        return cls(weights, moments, padded, weighted, total**3, unit)
 
 
 def _correlations(counts: _Counts, y: Float[Tensor, "s t"]) -> Float[Tensor, "two s b"]:
     """Pearson's and Spearman's correlation of each site under each weighting; NaN where a side is constant."""
-    weights, total = counts.weights, counts.total
-    y = y - y.mean(dim=1, keepdim=True)
-    # About the plain means: sums of products lose no digits to the means of the draws.
-    sy, syy, sxy = (torch.stack([y, y.square(), y * counts.x]).flatten(0, 1) @ weights.T).unflatten(0, (3, len(y)))
-    pearson = (sxy - counts.first * sy / total) / (counts.spread * (syy - sy**2 / total)).sqrt()
-    step = max(1, RANK_CELLS // weights.numel())
+    y = y - y.mean(dim=1, keepdim=True)  # squares lose no digits to the means of the draws
+    found = (torch.stack([y, y.square()]).flatten(0, 1) @ counts.moments.T).view(2, len(y), 2, -1)
+    (mean, across), square = found[0].unbind(1), found[1, :, 0]
+    pearson = across / torch.addcmul(square, mean, mean, value=-1).sqrt()
+    step = max(1, RANK_CELLS // counts.weights.numel())
     spearman = []
     for some in y.split(step):
-        b = _centred_ranks(some, weights, total)
-        own = (b * weights).mul_(b).sum(dim=2)
-        spearman.append((counts.ranks * b).sum(dim=2) / (counts.rank_spread * own).sqrt())
-    return torch.stack([pearson, spearman[0] if len(spearman) == 1 else torch.cat(spearman)])
+        middle, equal = _mid_ranks(some, counts.padded)
+        across = (middle @ counts.ranks[:, :, None])[:, :, 0]  # the means of the ranks meet a sum of zero
+        # Of ranks u about their mean ``sum w u^2 = (W^3 - sum w h^2) / 12``, where h is the weight of all equal values
+        # and W that of all: of the integral of u^2 over all places each value lacks what its own places spread.
+        shared = (equal.square_() @ counts.weights[:, :, None])[:, :, 0]
+        spearman.append(across / ((counts.cube - shared) * counts.rank_unit).sqrt())
+    return torch.stack([pearson, (spearman[0] if len(spearman) == 1 else torch.cat(spearman, dim=1)).T])
 
 
-def _centred_ranks(
-    values: Float[Tensor, "s t"], weights: Float[Tensor, "b t"], total: Tensor
-) -> Float[Tensor, "s b t"]:
-    """Mid-ranks inside each weighting, less their mean; equal values share the middle of their places."""
-    ascending, order = values.sort(dim=1, stable=True)
-    reach = torch.nn.functional.pad(weights[:, order].transpose(0, 1).cumsum(dim=2), (1, 0))
-    first, last = (torch.searchsorted(ascending, values.contiguous(), right=side) for side in (False, True))
-    places = [one[:, None].expand(-1, len(weights), -1) for one in (first, last)]
-    # The mean of mid-ranks, weighted, is half of the total whatever the ties.
-    return (reach.gather(2, places[0]) + reach.gather(2, places[1])) / 2 - (total / 2)[:, None]
+def _mid_ranks(
+    values: Float[Tensor, "s t"], padded: Float[Tensor, "b t_and_one"]
+) -> tuple[Float[Tensor, "b s t"], Float[Tensor, "b s t"]]:
+    """Ranks inside each weighting, equal values at the middle of the places they share, and how many those are."""
+    ascending, order = values.sort(dim=1)
+    behind = torch.nn.functional.pad(order, (1, 0), value=values.shape[1])  # a zero to start from
+    reach = padded[:, behind].cumsum_(dim=2)
+    below, equal = (
+        reach.gather(2, torch.searchsorted(ascending, values, right=side).expand(len(padded), -1, -1))
+        for side in (False, True)
+    )
+    equal -= below
+    return below.add_(equal, alpha=0.5), equal
 
 
 @dataclass(frozen=True)

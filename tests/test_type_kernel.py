@@ -1,0 +1,100 @@
+"""Distances by token type: the kernel, run by Triton's interpreter, plain sums and the definition agree."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from test_kernels import run
+
+from anisoscope.tangent import stacked_types
+from anisoscope.tangent.stacked_types import Types, fits
+from anisoscope.text.frequency import TokenCounts, frequency_bins
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return run(script="type_kernel_cases.py")
+
+
+def test_the_kernel_says_what_the_definition_says(cases):
+    for case, found in cases["shapes"].items():
+        assert found["plain"] < 1e-12 and found["slow"] < 1e-12, (case, found)
+
+
+def test_rows_at_their_centroid_are_at_distance_zero(cases):
+    found = cases["copies"]
+    assert found["same"] == 0 == found["below"], "what rounding may have made is nothing"
+    assert found["changed"] == [3] and found["above"] < 1e-6, found
+    assert found["overall"] < 1e-12, found
+
+
+def test_rows_that_are_no_numbers_spoil_their_own_site_alone(cases):
+    found = cases["lost"]
+    assert found["finite"] == [False, True, False] and found["same"] and found["other"] < 1e-12, found
+
+
+def test_all_of_the_sums_by_type(cases):
+    found = cases["whole"]
+    assert found["calls"] == 2, "the kernel was asked"
+    assert found["sums"] < 1e-12 and found["drawn"] < 1e-11 and found["lost"] and found["same"], found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_rule_can_be_read(monkeypatch):
+    rows = torch.zeros(2, 10, 4096)
+    assert not fits(rows), "no GPU"
+    monkeypatch.setattr(stacked_types, "kernels_run", lambda device: True)
+    assert fits(rows) and fits(rows.bfloat16()) and fits(rows[:, :, :150]) and fits(rows[::2])
+    assert not fits(torch.zeros(2, 10, 4097)), "a mean and a centroid would not fit a program's registers"
+    assert not fits(rows.double()) and not fits(rows[:, :1]) and not fits(rows[:, :, ::2])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_tiles_hold_whole_rows():
+    from anisoscope.kernels import types
+
+    for width in (1, 16, 37, 64, 768, 2048, 2049, types.WIDEST):
+        tile = types.tiling(width)
+        assert tile["K"] >= width and tile["R"] * tile["K"] == types.HELD * 32 * tile["num_warps"], (width, tile)
+        assert tile["K"] & (tile["K"] - 1) == 0 == tile["R"] & (tile["R"] - 1)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_rows_stand_type_by_type():
+    ids = (draw(300).abs() ** 3 * 20).long()
+    counts = TokenCounts.of(ids, int(ids.max()) + 1)
+    types = Types.of(ids, frequency_bins(counts, 3), counts, 9, 0, torch.device("cpu"))
+    runs, names = types.runs, ids.unique()
+    sizes = (runs.begins[1:] - runs.begins[:-1]).tolist()
+    assert sizes == sorted(sizes, reverse=True) and runs.begins[-1] == 300
+    assert runs.often == sum(size > 1 for size in sizes) and 0 < runs.often < len(sizes)
+    assert runs.order.sort().values.tolist() == list(range(300)) and sorted(runs.names) == list(range(len(sizes)))
+    for name, first, end in zip(runs.names, runs.begins, runs.begins[1:], strict=False):
+        rows = runs.order[first:end]
+        assert set(ids[rows].tolist()) == {int(names[name])} and rows.tolist() == sorted(rows.tolist())
+
+
+@pytest.mark.parametrize("cells", [1, 1 << 27])
+def test_correlations_are_those_of_the_drawn_pairs(monkeypatch, cells):
+    """Each weighting written out as a sample: values that differ, that are equal in part, and all equal."""
+    monkeypatch.setattr(stacked_types, "RANK_CELLS", cells)
+    x = (draw(25).abs() * 4).floor()
+    y = torch.stack([draw(25, seed=1), draw(25, seed=2) + 1e4, (draw(25, seed=3) * 2).round(), torch.ones(25)])
+    weights = stacked_types._drawn(25, 12, 0)
+    found = stacked_types._correlations(stacked_types._Counts.of(x.double(), weights), y.double())
+    assert found.shape == (2, 4, 13)
+
+    def ranked(values):
+        return (values[:, None] > values).sum(axis=1) + (values[:, None] == values).sum(axis=1) / 2
+
+    for draws, weight in enumerate(weights.long()):
+        a = x.repeat_interleave(weight).numpy()
+        for site in range(3):
+            b = y[site].repeat_interleave(weight).numpy()
+            for kind, (one, two) in enumerate(((a, b), (ranked(a), ranked(b)))):
+                assert float(found[kind, site, draws]) == pytest.approx(np.corrcoef(one, two)[0, 1], abs=1e-11)
+    assert bool(found[:, 3].isnan().all())
