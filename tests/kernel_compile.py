@@ -6,13 +6,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from anisoscope.kernels import codes, controls, factors, grams, jacobi, nearest, pairs, rows, tridiagonal, visits
+from anisoscope.kernels import codes, controls, factors, grams, jacobi, nearest, pairs, rows, tridiagonal, types, visits
 
 TARGET = GPUTarget("cuda", 90, 32)
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
             "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws")  # fmt: skip
 STRIDES = {"site_stride": "i64", "row_stride": "i32"}
 COLUMNS = {"share": "i32", "weights": "*fp64", "total": "*fp64", "most": "*fp32", **STRIDES}
+CELLS = {"bounds": "*i64", "out": "*fp64", "cells": "i32"}
+CELLS |= dict.fromkeys(("row_site", "row_stride", "out_site", "out_cell"), "i64")
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
 TRIDIAGONAL = {
     tridiagonal.reduce_panel: {"PP": 16, "K": tridiagonal.PANEL, "W": 2048, "R": 4, "B": 64, "STAGES": 1},
@@ -41,9 +43,27 @@ def compiled(kernel, constants, warps=4, **types):
 
 
 def cell_grams(cut):
-    sizes = {"B": cut.columns, "K": cut.rows, "W": cut.window, "PARTS": cut.parts, "PART": grams.PART}
-    strides = dict.fromkeys(("row_site", "row_stride", "out_site", "out_cell"), "i64")
-    return compiled(grams.cell_grams, sizes, cut.warps, bounds="*i64", out="*fp64", cells="i32", **strides)
+    sizes = {"B": cut.columns, "K": cut.rows, "W": cut.window, "PARTS": 3, "PART": grams.PART}
+    return compiled(grams.cell_grams, sizes, cut.warps, **CELLS)
+
+
+def half_grams(cut):
+    """The pass that measures columns, the one that takes rows apart, and the products."""
+    types = CELLS | {"places": "*i32", "sizes": "*i32", "units": "*fp64", "halves": "*fp16", "part": "i64"}
+    block = {"K": cut.rows, "C": cut.columns}
+    tile = {"K": cut.rows, "B": cut.columns, "W": cut.window}
+    return {
+        "column_sizes": compiled(grams.column_sizes, block, 8, **types),
+        "halves_of_rows": compiled(grams.halves_of_rows, block, 8, **types),
+        "half_grams": compiled(grams.half_grams, tile, cut.warps, **types | {"total_rows": "i32"}),
+    }
+
+
+def type_distances(width, row="*fp32"):
+    tile = types.tiling(width)
+    sizes = {"SAME": 1e-12} | {name: tile[name] for name in ("R", "K", "STAGES")}
+    other = dict.fromkeys(("order", "begins", "names"), "*i64") | dict.fromkeys(("types", "often"), "i32")
+    return compiled(types.type_distances, sizes, tile["num_warps"], rows=row, out="*fp64", **other, **STRIDES)
 
 
 def main():
@@ -61,6 +81,12 @@ def main():
         "decompose": compiled(jacobi.decompose, {"SWEEPS": 30, "K": 32, "P": 32}, **wide(jacobi.decompose)),
         "decompose of 8": compiled(jacobi.decompose, {"SWEEPS": 30, "K": 5, "P": 8}, **wide(jacobi.decompose)),
         **{f"cell_grams of {cut.columns}": cell_grams(cut) for cut in (grams.LARGE, grams.SMALL)},
+        **half_grams(grams.HALVES),
+        **{f"type_distances of {width}": type_distances(width) for width in (16, 768, 2048, types.WIDEST)},
+        "type_distances in half precision": type_distances(2048, "*bf16"),
+        "column_sums in half precision": compiled(
+            rows.column_sums, tile | {"WEIGHTED": False}, **COLUMNS | {"rows": "*bf16", "weights": "*bf16"}
+        ),
         "codes_of_rows": compiled(rows.codes_of_rows, tile, weights="*i64", out="*i64"),
         "copies_among": compiled(rows.copies_among, tile, codes="*i64", order="*i64", copy="*i1", clash="*i1"),
         "row_dots": compiled(rows.row_dots, tile, out="*fp64"),
@@ -77,12 +103,20 @@ def main():
             lengths="*i32",
         ),
         "column_sums": compiled(rows.column_sums, tile | {"WEIGHTED": True}, **COLUMNS),
-        "centre_rows": compiled(rows.centre_rows, tile, out="*fp64", lengths="*fp64", **STRIDES),
+        "centre_rows": compiled(rows.centre_rows, tile, out="*fp64", lengths="*fp64", out_stride="i64", **STRIDES),
         "mend_within": compiled(
             rows.mend_within, {"C": 64, "K": 32}, out="*fp64", sure="*i1", order="*i64", strides="*i32", lengths="*i32"
         ),
         "warm_codes": compiled(visits.warm_codes, visit, settled="fp32"),
         "half_step": compiled(visits.half_step, visit | {"S": 4}, **flags),
+        "add_up": compiled(
+            visits.add_up,
+            {"K": 16, "P": 16, "B": visits.ADDED},
+            width="i32",
+            pull_sum="*fp64",
+            second_sum="*fp64",
+            **flags,
+        ),
         "rounds": compiled(codes.rounds, {"K": 64, "P": 64, "S": 4, "B": 32}, **flags),
         "inverses": compiled(codes.inverses, {"K": 16, "P": 16}, second="*fp64", out="*fp64", limit="fp64", **flags),
         "three_least_of_tiles": compiled(

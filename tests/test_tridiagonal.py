@@ -154,8 +154,11 @@ def test_the_rule_can_be_read():
     assert tridiagonal.NEGLIGIBLE**4 > 1e-200, "a group of steps of a Sturm sequence must not vanish"
 
 
-def test_stages_that_fit_into_shared_memory(monkeypatch):
+def test_tiles_as_wide_as_what_is_left_of_a_matrix(monkeypatch):
     monkeypatch.setattr(tridiagonal, "TILE_STAGES", 4)
-    assert tridiagonal.tile_stages(2048, 232_448) == 4, "all that are asked for"
-    assert tridiagonal.tile_stages(2048, 166_912) == 3 and tridiagonal.tile_stages(2048, 101_376) == 2
-    assert tridiagonal.tile_stages(2048, 0) == 1, "registers are always there"
+    for shared, stages in ((232_448, 4), (166_912, 3), (101_376, 2), (0, 1)):  # registers are always there
+        assert tridiagonal.tile_of(2048, shared) == {"W": 2048, "R": 4, "STAGES": stages}
+    for width, wide in ((1025, 2048), (1024, 1024), (16, 1024)):
+        assert tridiagonal.tile_of(width)["W"] == wide
+    # Rows are filled up to a multiple of ALIGNED and no further.
+    assert all(tridiagonal.ALIGNED % rows == 0 for rows in tridiagonal.TILES.values())

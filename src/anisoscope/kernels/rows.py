@@ -93,13 +93,14 @@ def column_sums(
 
 @triton.jit
 def centre_rows(
-    rows, mean, out, squares, lengths, n, D, site_stride, row_stride, R: tl.constexpr, K: tl.constexpr
+    rows, mean, out, squares, lengths, n, D, site_stride, row_stride, out_stride, R: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
     """Rows less the mean, their squared lengths, and the lengths they had before."""
     site = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     there = at < n
     rows += site * site_stride
+    out += site * out_stride
     square = tl.zeros((R, K), dtype=tl.float64)
     before = tl.zeros((R, K), dtype=tl.float64)
     for start in range(0, D, K):
@@ -110,7 +111,7 @@ def centre_rows(
         wide -= tl.load(mean + site * D + k, mask=k < D, other=0.0)[None, :]
         wide = tl.where(inside, wide, 0.0)
         square += wide * wide
-        tl.store(out + (site * n + at)[:, None] * D + k[None, :], wide.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at[:, None] * D + k[None, :], wide.to(out.dtype.element_ty), mask=inside)
     tl.store(squares + site * n + at, tl.sum(square, axis=1), mask=there)
     tl.store(lengths + site * n + at, tl.sqrt(tl.sum(before, axis=1)), mask=there)
 

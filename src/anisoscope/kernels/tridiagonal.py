@@ -199,7 +199,7 @@ def reduce_panel(
     for ``a - v w^T - w v^T``; ``a`` stays as it is, and of it rows are read up to their diagonal, and row j from there
     on. Programs of a matrix, PP at most, meet twice a column: when the column is known, of which each updates its own
     share, and when the product of ``a`` with the reflector is, for which each takes every P-th block of R rows, all of
-    their columns at once: W is at least D.
+    their columns at once: W is at least ``S - first``.
 
     Scratch: ``x`` the column; ``down`` sums along rows of ``a`` and ``across`` sums along columns, by program;
     ``sums``, ``squares``, ``forms`` small products, by program. Rows and columns count from ``first``.

@@ -15,6 +15,8 @@ ROWS = 128
 """Rows of the data that one program visits."""
 DEPTH = 32
 """Entries of a row that one program takes at a time."""
+ADDED = 1024
+"""Numbers that one program adds up over tiles."""
 
 
 @triton.jit
@@ -118,3 +120,28 @@ def half_step(
             part = tl.dot(z, rows, input_precision="tf32x3")
             place = ((fit * tiles + tile) * K + p[:, None]) * D + k[None, :]
             tl.store(pull + place, part, mask=(p < K)[:, None] & (k < D)[None, :])
+
+
+@triton.jit
+def _added(parts, out, fit, first, tiles, size, B: tl.constexpr):
+    """Some of the ``size`` numbers that each tile of a fit adds, in float64."""
+    at = first + tl.arange(0, B)
+    total = tl.zeros((B,), dtype=tl.float64)
+    for tile in range(tiles):
+        total += tl.load(parts + (fit * tiles + tile) * size + at, mask=at < size, other=0.0).to(tl.float64)
+    tl.store(out + fit * size + at, total, mask=at < size)
+
+
+@triton.jit
+def add_up(pull, second, active, pull_sum, second_sum, tiles, width, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr):
+    """Sums of what all tiles of an active fit add, one after another; what is not active stays as it is.
+
+    ``width`` numbers of ``pull`` for each tile, ``B`` of which a program adds up; the last program of a fit adds up
+    ``second``.
+    """
+    fit = tl.program_id(1).to(tl.int64)
+    if tl.load(active + fit):
+        if tl.program_id(0) < tl.num_programs(0) - 1:
+            _added(pull, pull_sum, fit, tl.program_id(0) * B, tiles, width, B)
+        else:
+            _added(second, second_sum, fit, 0, tiles, K * K, P * P)

@@ -68,17 +68,20 @@ def begin_leading(
         columns[:, :, :-FRESH] = start[:, :, :-FRESH]
     first, (least, most) = (DEGREES, CYCLES) if start is None else (DEGREES[2:], (WARM_CYCLES, CYCLES[1]))
     degrees = (*first, *first[-1:] * (most - len(first)))
-    state = _State.of(_Ritz.of(matrices, columns), rank)
+    ritz = _Ritz.of(matrices, columns)
+    state = _State(ritz, ritz.values)
     for degree in degrees[:least]:
-        state = state.after(matrices, degree, rank)
+        state = state.after(matrices, degree)
+    first_asked = state.settled(rank)  # begun here: nobody waits for it yet
 
     def finish() -> Leading:
-        last = state
+        last, settled = state, first_asked
         for cycle in range(least, most):
-            if bool((last.settled | ~last.ritz.sound).all()):
+            if bool((settled | ~last.ritz.sound).all()):
                 break
-            last = last.after(matrices, degrees[cycle], rank)
-        return Leading(last.ritz.values, last.ritz.columns, last.settled)
+            last = last.after(matrices, degrees[cycle])
+            settled = last.settled(rank)
+        return Leading(last.ritz.values, last.ritz.columns, settled)
 
     return finish
 
@@ -90,23 +93,22 @@ def _drawn(width: int, seed: int, dtype: torch.dtype, device: torch.device) -> F
 
 @dataclass(frozen=True)
 class _State:
-    """A block after some cycles, the variance in its wanted columns, and for which matrices it has settled."""
+    """A block after some cycles, and its Ritz values one cycle earlier."""
 
     ritz: _Ritz
-    captured: Float[Tensor, "m"]
-    settled: Bool[Tensor, "m"]
+    earlier: Float[Tensor, "m b"]
 
-    @classmethod
-    def of(cls, ritz: _Ritz, rank: int) -> _State:
-        return cls(ritz, ritz.values[:, :rank].sum(dim=1), torch.zeros_like(ritz.sound))
-
-    def after(self, matrices: Float[Tensor, "m d d"], degree: int, rank: int) -> _State:
+    def after(self, matrices: Float[Tensor, "m d d"], degree: int) -> _State:
         """One cycle more."""
-        ritz = _Ritz.of(matrices, self.ritz.filtered(matrices, degree))
-        captured = ritz.values[:, :rank].sum(dim=1)
-        exact = (ritz.residuals[:, :rank] <= EXACT * ritz.values[:, :rank]).all(dim=1)
-        still = captured - self.captured <= CAPTURED * captured
-        return _State(ritz, captured, ritz.sound & exact & still & torch.isfinite(captured))
+        return _State(_Ritz.of(matrices, self.ritz.filtered(matrices, degree)), self.ritz.values)
+
+    def settled(self, rank: int) -> Bool[Tensor, "m"]:
+        """For which matrices; asked of few states only, since it is a dozen small steps."""
+        values = self.ritz.values[:, :rank]
+        captured = values.sum(dim=1)
+        exact = (self.ritz.residuals[:, :rank] <= EXACT * values).all(dim=1)
+        still = captured - self.earlier[:, :rank].sum(dim=1) <= CAPTURED * captured
+        return self.ritz.sound & exact & still & torch.isfinite(captured)
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,9 @@ class _Ritz:
         found = (self.columns * weights.mT) @ self.columns.mT
         shifted = torch.sub(matrices, found, out=found).div_(half)  # in one place, the largest that there is here
         shifted.diagonal(dim1=1, dim2=2).sub_(1)
-        before, now = self.columns, shifted @ self.columns
-        for going in (degree >= torch.arange(2, most + 1, device=degree.device)).unbind(dim=2):
-            before, now = (
-                now,
-                torch.where(going[:, :, None], torch.baddbmm(before, shifted, now, beta=-1, alpha=2), now),
-            )
+        before, now = self.columns.clone(), shifted @ self.columns
+        for going in (degree >= torch.arange(2, most + 1, device=degree.device))[:, :, None].unbind(dim=3):
+            before, now = now, torch.where(going, before.baddbmm_(shifted, now, beta=-1, alpha=2), now)
         return torch.where(locked[:, None], self.columns, now)  # they have nothing to gain, and would lose digits
 
 

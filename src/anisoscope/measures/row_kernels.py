@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -42,8 +42,18 @@ class ColumnSums:
     """Of each site: sums of columns, float64, and the least and the largest entry."""
 
     total: Float[Tensor, "s d"]
-    least: Float[Tensor, "s"]
-    most: Float[Tensor, "s"]
+    ends: Float[Tensor, "two s p b"]
+    """The least and the largest, by part."""
+
+    @property
+    def least(self) -> Float[Tensor, "s"]:
+        """The least entry."""
+        return self.ends[0].amin(dim=(1, 2))
+
+    @property
+    def most(self) -> Float[Tensor, "s"]:
+        """The largest."""
+        return self.ends[1].amax(dim=(1, 2))
 
 
 @on_its_device
@@ -60,7 +70,7 @@ def column_sums(rows: Float[Tensor, "s n d"], weights: Float[Tensor, "s n"] | No
         rows, rows if weights is None else weights.contiguous(), total, *ends, n, width, share,
         rows.stride(0), rows.stride(1), WEIGHTED=weights is not None, R=kernels.ROWS, K=COLUMNS, num_warps=4,
     )  # fmt: skip
-    return ColumnSums(total.sum(dim=1), ends[0].amin(dim=(1, 2)), ends[1].amax(dim=(1, 2)))
+    return ColumnSums(total.sum(dim=1), ends)
 
 
 @dataclass(frozen=True)
@@ -73,13 +83,19 @@ class CentredRows:
 
 
 @on_its_device
-def centred(rows: Float[Tensor, "s n d"], mean: Float[Tensor, "s d"], dtype: torch.dtype) -> CentredRows:
-    """Float32 rows less the mean, rounded to a type after that, in one visit."""
+def centred(
+    rows: Float[Tensor, "s n d"], mean: Float[Tensor, "s d"], dtype: torch.dtype,
+    out: Float[Tensor, "s n d"] | None = None,
+) -> CentredRows:  # fmt: skip
+    """Float32 rows less the mean, rounded to a type after that, in one visit; written to ``out``, where that is given:
+    of that type, its rows side by side."""
     kernels, (sites, n, width), device = kernels_of("rows"), rows.shape, rows.device
-    out = torch.empty(rows.shape, dtype=dtype, device=device)
+    if out is None:
+        out = torch.empty(rows.shape, dtype=dtype, device=device)
+    assert out.shape == rows.shape and out.dtype == dtype and out.stride()[1:] == (width, 1)
     squares, lengths = torch.empty(2, sites, n, dtype=torch.float64, device=device)
     kernels.centre_rows[(-(-n // kernels.ROWS), sites)](
-        rows, mean.contiguous(), out, squares, lengths, n, width, rows.stride(0), rows.stride(1),
+        rows, mean.contiguous(), out, squares, lengths, n, width, rows.stride(0), rows.stride(1), out.stride(0),
         R=kernels.ROWS, K=COLUMNS, num_warps=4,
     )  # fmt: skip
     return CentredRows(out, squares, lengths)
@@ -124,15 +140,10 @@ class Ready:
     fine: Float[Tensor, "s p"]
     """The same, less shrunken: for products that are summed ``SUMMED`` columns at a time."""
     order: Int[Tensor, "n"]
+    back: Int[Tensor, "n"]
+    """Where each row stands."""
     factor: Float[Tensor, "s 1"]
     """What rows were multiplied by, beyond ``scale``."""
-
-    @cached_property
-    def back(self) -> Int[Tensor, "n"]:
-        """Where each row stands."""
-        found = torch.empty_like(self.order)
-        found[self.order] = torch.arange(len(found), device=found.device)
-        return found
 
     @classmethod
     def of(cls, rows: Float[Tensor, "s n d"], scale: float, seed: int = 0) -> Ready:
@@ -140,7 +151,8 @@ class Ready:
         kernels = kernels_of("nearest")
         (_, n, width), device = rows.shape, rows.device
         padded, depth = -(-n // kernels.TILE) * kernels.TILE, -(-width // DEPTH) * DEPTH
-        order = torch.randperm(n, generator=torch.Generator(device).manual_seed(seed), device=device)
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        order, back = _shuffled(n, seed, device, stream)
         sums = column_sums(rows)
         mean, least, most = sums.total / n, sums.least.double(), sums.most.double()
         # At least as large as any entry once the mean is off.
@@ -149,16 +161,26 @@ class Ready:
         factor = torch.ldexp(torch.ones_like(largest), TOP - torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
         factor = factor[:, None]
         half, squares, worst = in_half(rows, order, mean, factor[:, 0] * scale, padded, depth)
-        worst = worst[:, None]
         # Rounding of the sum of a product of half-precision rows: tensor cores cut off where others round (factor two),
         # with a margin of four; and of the few float32 operations after it.
-        sizes = list[Tensor]()
-        for gone in (depth + 16, min(depth, SUMMED) + 16 + depth // SUMMED):
-            allowance = (2 * worst + worst.square() + 4 * gone * 2.0**-23) * (1 + worst).square() + 2.0**-20
-            size = (squares * (1 - allowance)).float()
-            size[:, n:] = kernels.FAR / 4
-            sizes.append(size)
-        return cls(half, sizes[0], sizes[1], order, factor)
+        lengths, sizes = (1 + worst).square(), torch.empty(2, *squares.shape, device=device)
+        for size, gone in zip(sizes, (depth + 16, min(depth, SUMMED) + 16 + depth // SUMMED), strict=True):
+            # 2 e + e^2 = (1 + e)^2 - 1
+            left = 1 - 2.0**-20 - lengths * (lengths + (4 * gone * 2.0**-23 - 1))
+            torch.mul(squares, left[:, None], out=size)
+        if padded > n:
+            sizes[:, :, n:] = kernels.FAR / 4
+        return cls(half, sizes[0], sizes[1], order, back, factor)
+
+
+@functools.lru_cache(maxsize=8)
+def _shuffled(n: int, seed: int, device: torch.device, stream: int) -> tuple[Int[Tensor, "n"], Int[Tensor, "n"]]:
+    """An order of so many rows, and where each of them stands in it; the same at every look.
+
+    Kept for each stream: another one would not wait until they are made.
+    """
+    order = torch.randperm(n, generator=torch.Generator(device).manual_seed(seed), device=device)
+    return order, order.argsort()
 
 
 @on_its_device

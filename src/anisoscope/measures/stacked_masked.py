@@ -31,6 +31,8 @@ from anisoscope.measures.stacked_neighbors import (
 )
 from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES
 
+SEARCHED_CELLS = 1 << 30  # of rows searched together, which are held once more in half precision
+
 
 def begin(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | None]]:
     """Begin TwoNN of each site, by kernels where they serve; see ``begin_two_nn``."""
@@ -38,7 +40,7 @@ def begin(rows: Float[Tensor, "s n d"]) -> Callable[[], list[Estimate | None]]:
         return begin_two_nn(rows)
     stream = side_stream("neighbours", rows)
     with beside(stream):
-        step = max(1, WIDE_CELLS // rows[0].numel())  # sites whose rows are held as float64 at a time
+        step = max(1, SEARCHED_CELLS // rows[0].numel())
         parts = [_Searched.of(some.contiguous()) for some in rows.split(step)]
 
     def finish() -> list[Estimate | None]:
@@ -89,9 +91,10 @@ def _make_certain(parts: Sequence[_Searched], here: dict[str, np.ndarray]) -> No
     for one in parts:
         some = first + np.arange(len(one.rows))
         some = some[usable[some] & (here["unsettled"][some] > 0)]
-        if len(some):
-            again.append(one.again((some - first).tolist(), int(here["unsettled"][some].max())))
-            sites += some.tolist()
+        step = max(1, WIDE_CELLS // one.rows[0].numel())  # sites whose rows are held as float64 at a time
+        for few in (some[at : at + step] for at in range(0, len(some), step)):
+            again.append(one.again((few - first).tolist(), int(here["unsettled"][few].max())))
+            sites += few.tolist()
         first += len(one.rows)
     if not again:
         return
@@ -113,7 +116,7 @@ def _fitted(found: Sequence[Found], copy: Bool[Tensor, "s n"]) -> dict[str, Tens
     return {
         "sums": _slope_sums(ratios, (~copy).sum(dim=1)),
         "least": near.masked_fill(copy, torch.inf).amin(dim=1),
-        "unsettled": torch.stack([(~one.settled).sum() for one in found]),
+        "unsettled": (~torch.stack([one.settled for one in found])).sum(dim=1),
     }
 
 

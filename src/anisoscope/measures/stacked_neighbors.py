@@ -87,7 +87,7 @@ def _tabled(points: Float[Tensor, "s n d"]) -> tuple[list[Found], dict[str, Tens
         found = [search(one, 2, 1.0) for one in points]
     return found, {
         **fitted(torch.stack([one.distances for one in found])),
-        "unsettled": torch.stack([(~one.settled).sum() for one in found]),
+        "unsettled": (~torch.stack([one.settled for one in found])).sum(dim=1),
         "bars": plain_subsamples(points),
     }
 

@@ -19,6 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
+from anisoscope.kernels import kernels_run
+from anisoscope.measures.row_kernels import column_sums
 from anisoscope.measures.small_eigh import small_eigh
 from anisoscope.stats.moments import cell_grams
 from anisoscope.tangent.crossed import LEAST_NULL, CrossedTest
@@ -114,7 +116,7 @@ def _by_half(
     for first in range(0, sites, step):
         few = slice(first, first + step)
         rows = g[few].index_select(1, at)
-        means[few] = rows.mean(dim=1, dtype=torch.float64)
+        means[few] = _means(rows)
         cell_grams(rows, ends, moments[few])
         energies[few, 0] = torch.linalg.vector_norm(rows, dim=2).double().square()
         along = (rows @ flat[few]).unflatten(2, (count, rank)).double().square().sum(dim=3)
@@ -127,6 +129,13 @@ def _by_half(
     groups = moments if layout.labels else moments[:, :0]
     told = Moments(groups, moments.sum(dim=1), means, layout.counts[half].expand(sites))
     return (table[:, 0], table[:, 1:]), told
+
+
+def _means(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s d"]:
+    """Of the rows of each site, float64."""
+    if rows.dtype == torch.float32 and kernels_run(rows.device):
+        return column_sums(rows).total / rows.shape[1]  # ``mean`` would copy all of it to float64 first
+    return rows.mean(dim=1, dtype=torch.float64)
 
 
 def tests_of_sites(

@@ -13,9 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anisoscope.kernels import sent
+from anisoscope.kernels import kernels_run, sent
 from anisoscope.measures.later import Answer, answered_later
 from anisoscope.measures.leading import orthonormal_columns
+from anisoscope.measures.row_kernels import centred, column_sums
 from anisoscope.stats.moments import cell_grams, in_parts
 from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
 from anisoscope.tangent.sweeps import account, has_kernels, inverses, swept_all
@@ -47,18 +48,16 @@ class Centred:
         """The two halves of each site's rows."""
         sites, _, width = x.shape
         most = max(len(half) for half in halves)
-        rows = x.new_zeros(sites, 2, most, width)
+        rows = x.new_empty(sites, 2, most, width)
         mean = x.new_empty(sites, 2, width, dtype=torch.float64)
         scatter = x.new_empty(sites, 2, width, width, dtype=torch.float64)
         step = max(1, WIDE_CELLS // (most * width))  # sites whose rows are held as float64 at a time
         for half, at in enumerate(halves):
+            rows[:, half, len(at) :] = 0
             for first in range(0, sites, step):
                 few = slice(first, first + step)
-                wide = x[few].index_select(1, at).double()
-                middle = wide.mean(dim=1)
-                near = wide.sub_(middle[:, None]).to(x.dtype)
-                del wide
-                mean[few, half], rows[few, half, : len(at)] = middle, near
+                near = rows[few, half, : len(at)]
+                mean[few, half] = _centre(x[few].index_select(1, at), near)
                 cell_grams(near, (len(at),), scatter[few, half : half + 1])
         total = scatter.diagonal(dim1=2, dim2=3).sum(dim=2)
         counts = sent([len(half) for half in halves], halves[0]).repeat(sites)
@@ -76,6 +75,18 @@ class Centred:
         inside = (self.mean[:, None] @ basis).square().sum(dim=(1, 2))
         share = torch.where(size > 0, inside / torch.where(size > 0, size, 1.0), 0.0)
         return {"explained": held.clamp_max(1.0), "mean_share": share}
+
+
+def _centre(rows: Float[Tensor, "s n d"], out: Float[Tensor, "s n d"]) -> Float[Tensor, "s d"]:
+    """Means of rows, float64; rows less their mean are written to ``out``."""
+    if rows.dtype == torch.float32 and kernels_run(rows.device):
+        mean = column_sums(rows).total / rows.shape[1]
+        centred(rows, mean, rows.dtype, out)
+        return mean
+    wide = rows.double()
+    mean = wide.mean(dim=1)
+    out.copy_(wide.sub_(mean[:, None]))
+    return mean
 
 
 @dataclass(frozen=True)

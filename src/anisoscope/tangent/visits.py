@@ -39,11 +39,13 @@ def warm_codes(
 
 @dataclass(frozen=True)
 class HalfSteps:
-    """Rows of several fits, and room for what each tile of rows adds up to."""
+    """Rows of several fits, and room for what each tile of rows adds up to, and for all of them together."""
 
     a: Float[Tensor, "f n d"]
     pull: Float[Tensor, "f t k d"]
     second: Float[Tensor, "f t k k"]
+    pull_sum: Float[Tensor, "f k d"]
+    second_sum: Float[Tensor, "f k k"]
 
     @classmethod
     def of(cls, a: Float[Tensor, "f n d"], rank: int) -> HalfSteps:
@@ -51,23 +53,35 @@ class HalfSteps:
         fits, n, width = a.shape
         tiles = -(-n // kernels_of("visits").ROWS)
         # Zeros: what is not active is never written, and meets an inverse of zero.
-        return cls(a.contiguous(), a.new_zeros(fits, tiles, rank, width), a.new_zeros(fits, tiles, rank, rank))
+        sums = (torch.zeros(fits, rank, size, dtype=torch.float64, device=a.device) for size in (width, rank))
+        parts = (a.new_empty(fits, tiles, rank, size) for size in (width, rank))
+        return cls(a.contiguous(), *parts, *sums)
 
     @on_its_device
     def take(
         self, codes: Float[Tensor, "f k n"], concepts: Float[Tensor, "f k d"], gram: Float[Tensor, "f k k"],
         active: Tensor, sweeps: int,
     ) -> tuple[Float[Tensor, "f k k"], Float[Tensor, "f k d"]]:  # fmt: skip
-        """Rounds over the codes of the active fits, in place; gives ``Z^T Z`` and ``Z^T A`` in float64."""
+        """Rounds over the codes of the active fits, in place; gives ``Z^T Z`` and ``Z^T A`` in float64, which the next
+        call writes over."""
         kernels, (fits, n, width), (_, tiles, rank, _) = kernels_of("visits"), self.a.shape, self.pull.shape
         kernels.half_step[(tiles, fits)](
             self.a, concepts.to(self.a.dtype).contiguous(), gram.contiguous(), codes, self.pull, self.second, active,
             n, width, tiles, S=sweeps, **_options(rank),
         )  # fmt: skip
-        return self.second.sum(dim=1, dtype=torch.float64), self.pull.sum(dim=1, dtype=torch.float64)
+        # ``sum`` would copy all of it to float64 first, and that of fits that are not active too.
+        kernels.add_up[(-(-rank * width // kernels.ADDED) + 1, fits)](
+            self.pull, self.second, active, self.pull_sum, self.second_sum, tiles, rank * width,
+            K=rank, P=_places(rank), B=kernels.ADDED,
+        )  # fmt: skip
+        return self.second_sum, self.pull_sum
 
 
 def _options(rank: int) -> dict[str, int]:
     kernels = kernels_of("visits")
-    places = max(LEAST_PLACES, 1 << (rank - 1).bit_length())
+    places = _places(rank)
     return {"K": rank, "P": places, "B": kernels.ROWS, "W": kernels.DEPTH, "num_warps": 4 if places < 64 else 8}
+
+
+def _places(rank: int) -> int:
+    return max(LEAST_PLACES, 1 << (rank - 1).bit_length())
