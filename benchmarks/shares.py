@@ -4,7 +4,9 @@ python benchmarks/shares.py demo [--steps 400] [--lines 30] [--write FILE]
 python benchmarks/shares.py profile [--model MODEL | --layers 6 --width 256] [--lines 30] [--write FILE]
 
 The command runs in this process, imports and report included, while a thread looks every two milliseconds at what all
-other threads do. An interval goes in equal parts to the threads that do something, by the innermost frames:
+other threads do. What is under way is read first, before a thread can go on, and what a piece of code is for is asked
+once: a look takes some twenty microseconds. An interval goes in equal parts to the threads that do something, by the
+innermost frames:
 
 - model: inside an ``nn.Module``, autograd or an optimiser, hooks of ours left out; the loss;
 - neighbours: inside the search for neighbours, its matrix products included;
@@ -41,6 +43,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import ClassVar
 
 EVERY_S = 0.002
 SWITCH_S = 1e-5  # how long a waiting sample lets Python go on: short, or samples gather where the lock is given up
@@ -85,7 +88,6 @@ def instructions(code: CodeType) -> dict[int, tuple[str, int | None, object]]:
     return {one.offset: (one.opname, one.arg, one.positions) for one in dis.get_instructions(code)}
 
 
-@cache
 def called(code: CodeType, offset: int) -> str:
     """What is under way at an instruction: the name of the function called, "@" for a product, "op" or ""."""
     name, argument, place = instructions(code).get(offset, ("", None, None))
@@ -113,51 +115,82 @@ def name_called(file: str, place: dis.Positions) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
+@cache
+def products() -> frozenset[str]:
+    """Names of calls that are matrix products or decompositions."""
+    return frozenset(PRODUCTS.split())
+
+
 def own_name(code: CodeType) -> str:
     """A function of the package as ``tangent.energy.shares``."""
     module = code.co_filename.rpartition(PACKAGE)[2].removesuffix(".py").replace("/", ".")
     return f"{module}.{code.co_qualname.replace('.<locals>', '')}"
 
 
-def classify(innermost: FrameType) -> tuple[str, str, int] | None:
-    """Kind, function of ours and its line for a thread; None for one that does nothing."""
-    if any(part in innermost.f_code.co_filename for part in IDLE):
+class Facts:
+    """What a piece of code is, told by its name and file alone. Kept by identity: codes are slow to compare."""
+
+    known: ClassVar[dict[int, Facts]] = {}
+
+    def __init__(self, code: CodeType) -> None:
+        file = code.co_filename
+        self.code = code  # kept alive, or another might come to have its identity
+        self.calls: dict[int, str] = {}
+        self.own = own_name(code) if PACKAGE in file else ""
+        self.idle = any(part in file for part in IDLE)
+        self.search = any(file.endswith(part) for part in IN_SEARCH)
+        self.loader, self.module = file.startswith("<frozen importlib"), code.co_name == "<module>"
+        self.function = file.endswith(FUNCTIONS)
+        self.lapack = any(part in file for part in IN_LAPACK)
+        self.model = any(part in file for part in IN_MODEL) or (
+            file.endswith("/torch/_tensor.py") and code.co_name == "backward"
+        )
+
+    @classmethod
+    def of(cls, code: CodeType) -> Facts:
+        """Those of a code."""
+        if (found := cls.known.get(id(code))) is None:
+            found = cls.known[id(code)] = cls(code)
+        return found
+
+    def called(self, offset: int) -> str:
+        """What is under way at an instruction."""
+        if (found := self.calls.get(offset)) is None:
+            found = self.calls[offset] = called(self.code, offset)
+        return found
+
+
+def classify(innermost: FrameType, at: int) -> tuple[str, str, int] | None:
+    """Kind, function of ours and its line for a thread at an instruction; None for one that does nothing."""
+    inner = Facts.of(innermost.f_code)
+    if inner.idle:
         return None
     kind, owner, line, function = "", "", 0, False
     frame: FrameType | None = innermost
     while frame is not None:
-        file = frame.f_code.co_filename
-        if PACKAGE in file:
+        facts = Facts.of(frame.f_code)
+        if facts.own:
             if not owner:
-                owner, line = own_name(frame.f_code), frame.f_lineno
+                owner, line = facts.own, frame.f_lineno
                 kind = kind or (MODEL if function and owner.partition(".")[0] in OF_THE_LOSS else "")
-            if any(file.endswith(part) for part in IN_SEARCH):
+            if facts.search:
                 kind = kind if kind in (MODEL, IMPORTS) else NEIGHBORS
         if not kind:
-            kind = decisive(frame, file, owner)
-            function = function or file.endswith(FUNCTIONS)
+            kind = decisive(facts, frame, owner)
+            function = function or facts.function
         frame = frame.f_back
     if kind not in ARITHMETIC and kind != IMPORTS:
-        found = called(innermost.f_code, innermost.f_lasti)
-        blas = (
-            found == "@" or found in PRODUCTS.split() or any(part in innermost.f_code.co_filename for part in IN_LAPACK)
-        )
+        found = inner.called(at)
+        blas = found == "@" or found in products() or inner.lapack
         kind = BLAS if blas else kind or rest(owner, found)
     return kind, owner or "outside the package", line
 
 
-def decisive(frame: FrameType, file: str, owner: str) -> str:
+def decisive(facts: Facts, frame: FrameType, owner: str) -> str:
     """The kind that this frame alone settles, or nothing. Frames of ours inside a module's call are hooks."""
-    if file.startswith("<frozen importlib") or (
-        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
-    ):
+    if facts.loader or (facts.module and frame.f_globals.get("__name__") != "__main__"):
         return IMPORTS
-    if owner and not owner.startswith("models."):
-        return ""
-    in_model = any(part in file for part in IN_MODEL) or (
-        file.endswith("/torch/_tensor.py") and frame.f_code.co_name == "backward"
-    )
-    return MODEL if in_model else ""
+    return MODEL if facts.model and (not owner or owner.startswith("models.")) else ""
 
 
 def rest(owner: str, found: str) -> str:
@@ -204,9 +237,11 @@ class Watch:
         last, own = self._clock(), threading.get_ident()
         while not self._over.is_set():
             time.sleep(EVERY_S)
-            frames = sys._current_frames()
+            # At once: a thread goes on as soon as it has the lock again, and by the time that its stack has been walked
+            # what it was sampled in is over. A product would count as what comes after it, the more the deeper it is.
+            frames = [(frame, frame.f_lasti) for thread, frame in sys._current_frames().items() if thread != own]
             now = self._clock()
-            busy = [found for thread, frame in frames.items() if thread != own and (found := classify(frame))]
+            busy = [found for frame, at in frames if (found := classify(frame, at))]
             del frames
             for found in busy or [(WAITING, "all threads wait", 0)]:
                 self.seconds[found] += (now - last) / max(len(busy), 1)

@@ -165,13 +165,13 @@ MUTANTS = [
     Mutant("runs/reader.py", "ORDER BY parts.id", "ORDER BY parts.path DESC", (STORE,)),
     Mutant("capture/rows.py", "batch.mask & ~batch.special", "batch.mask", ("tests/test_capture_rows.py",)),
     Mutant("tangent/units.py", "return (1 + int(", "return (int(", (ENERGY,)),
-    Mutant("tangent/crossed.py", "(bottom - top).clamp_min(0)", "bottom", (CROSSED,)),
+    Mutant("tangent/crossed.py", "np.maximum(bottom - top, 0)", "bottom", (CROSSED,)),
     Mutant("tangent/crossed.py", "bases[name][1 - half]", "bases[name][half]", (CROSSED,)),
     Mutant(
         "tangent/crossed.py", "mean_of_draws(normals[0], normals[1]", "mean_of_draws(normals[0], normals[0]", (CROSSED,)
     ),
     Mutant("tangent/nulls.py", "draws, seed, rows))", "draws, 2 * seed + other, rows))", (CROSSED,)),
-    Mutant("tangent/units.py", "each.std(correction=1)", "one.std(correction=1)", (CROSSED,)),
+    Mutant("tangent/units.py", "away = each - mean", "away = as_array(one) - mean", (CROSSED,)),
     Mutant("tangent/controls.py", "found[..., : q.shape[-1], :] = left * root", "pass", (CONTROLS,)),
     Mutant(
         "tangent/controls.py",
@@ -205,7 +205,7 @@ MUTANTS = [
     Mutant("tangent/verify.py", "steps.flip(0).cummin(dim=0).values.flip(0)", "steps", ("tests/test_verify.py",)),
     Mutant("tangent/anisotropy.py", "- 2 * image.square()", "- image.square()", (ENERGY,)),
     Mutant("tangent/frequency.py", "(of_type / (of_type - 1)).sqrt()", "1.0", ("tests/test_tangent_frequency.py",)),
-    Mutant("tangent/descent.py", "clamp_min(spare, 0, out=codes)", "codes.copy_(spare)", ("tests/test_seminmf.py",)),
+    Mutant("tangent/descent.py", "            relu_(codes)\n", "            pass\n", ("tests/test_seminmf.py",)),
     Mutant("train/regularizers.py", "1 - (total**2 / size - 1) / (d - 1)", "(total**2 / size - 1) / (d - 1)", (TERMS,)),
     Mutant("train/regularizers.py", " & kept[:, 1:-1] & kept[:, 2:]", " & kept[:, 1:-1]", (TERMS,), "padding"),
     Mutant("train/damping.py", "normal * wide + (tangent - normal)", "tangent * wide + (normal - tangent)", (TERMS,)),

@@ -4,6 +4,7 @@ import gc
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,22 @@ def test_the_name_of_a_call_is_read_off_the_source():
 
     names = {shares.called(some.__code__, at) for at in shares.instructions(some.__code__)}
     assert {"abs", "matmul", "eigvalsh", "@", "op"} <= names
+
+
+def test_a_sample_counts_as_what_was_under_way_and_not_as_what_came_after():
+    shares, kept = load(), []
+
+    def product(a):
+        kept.append(sys._getframe())
+        return a @ a
+
+    thread = threading.Thread(target=product, args=(torch.eye(2),))  # a stack of its own: no imports below it
+    thread.start()
+    thread.join()
+    (frame,) = kept
+    (at,) = [at for at in shares.instructions(frame.f_code) if shares.called(frame.f_code, at) == "@"]
+    assert shares.classify(frame, at)[0] == shares.BLAS
+    assert shares.classify(frame, frame.f_lasti)[0] == shares.PYTHON, "it has come to its return by now"
 
 
 def test_commands_collect_garbage_less_often_unless_it_was_switched_off():

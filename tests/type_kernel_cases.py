@@ -82,7 +82,7 @@ def shapes():
         "bfloat16": told(draw(1, n, 20).bfloat16(), ids),
         "float16": told(draw(1, n, 20).half(), ids),
     }
-    plain, kernels.tiling = kernels.tiling, lambda width: {"K": 128, "R": 2, "STAGES": 3, "num_warps": 4}
+    plain, kernels.tiling = kernels.tiling, lambda width: {"K": 128, "R": 2, "num_warps": 4}
     found["two rows at a time"] = told(draw(1, n, 65), ids)
     kernels.tiling = plain
     nothing = sums_by_kernel(draw(0, n, 5), types_of(ids))

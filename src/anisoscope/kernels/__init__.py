@@ -52,7 +52,10 @@ def on_its_device(launch: Callable[Given, Result]) -> Callable[Given, Result]:
 
     @functools.wraps(launch)
     def launched(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        with torch.cuda.device_of(next((one for one in args if isinstance(one, Tensor)), torch.empty(0))):
+        first = next((one for one in args if isinstance(one, Tensor)), None)
+        if first is None or not first.is_cuda or first.get_device() == torch.cuda.current_device():
+            return launch(*args, **kwargs)
+        with torch.cuda.device_of(first):
             return launch(*args, **kwargs)
 
     return launched

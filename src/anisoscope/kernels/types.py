@@ -13,8 +13,6 @@ WIDEST = 4096
 """Columns of the widest rows: a program holds a mean and a centroid, float64, in registers."""
 HELD = 16
 """Entries of a tile that each thread holds: with the mean and the centroid no more than registers are for."""
-STAGES = 1
-"""Tiles under way: while one is summed the next are being read, which a type with many rows would wait for."""
 
 
 def tiling(width: int) -> dict[str, int]:
@@ -24,7 +22,7 @@ def tiling(width: int) -> dict[str, int]:
     """
     columns = max(16, 1 << (width - 1).bit_length())
     warps = max(1, min(columns // 128, 8), columns // 256)
-    return {"K": columns, "R": HELD * 32 * warps // columns, "STAGES": STAGES, "num_warps": warps}
+    return {"K": columns, "R": HELD * 32 * warps // columns, "num_warps": warps}
 
 
 @triton.jit
@@ -39,7 +37,7 @@ def _about(rows, order, at, there, k, D, row_stride, mean):
 @triton.jit
 def type_distances(
     rows, mean, order, begins, names, out, n, D, sites, types, often, site_stride, row_stride,
-    SAME: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    SAME: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Sums over the rows of each type of their distances to the type's centroid and to the mean, times what undoes that
     a row is part of either; float64, always in one order.
@@ -65,14 +63,14 @@ def type_distances(
         end = tl.load(begins + run + 1)
         size = (end - first).to(tl.float64)
         total = tl.zeros((K,), dtype=tl.float64)
-        for start in tl.range(first, end, R, num_stages=STAGES):
+        for start in range(first, end, R):
             at = start + r
             about = _about(rows, order, at, at < end, k, D, row_stride, middle)
             total += tl.sum(tl.where((at < end)[:, None], about, 0.0), axis=0)
         centre = total / size
         own = tl.zeros((R,), dtype=tl.float64)
         overall = tl.zeros((R,), dtype=tl.float64)
-        for start in tl.range(first, end, R, num_stages=STAGES):
+        for start in range(first, end, R):
             at = start + r
             about = _about(rows, order, at, at < end, k, D, row_stride, middle)
             apart = about - centre[None, :]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence, Sized
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -124,16 +125,24 @@ def _log_ratios(distances: Float[Tensor, "n k"], length: float | None) -> tuple[
     """Ascending ``log(r_2 / r_1)`` of the rows that have one, and how many have none."""
     r1, r2 = distances[:, 0], distances[:, 1]
     usable = r1 > 0 if length is None else r1 >= SHAPE_ZERO * length
-    ratios = (r2[usable] / r1[usable]).log()
+    if not bool(usable.all()):
+        r1, r2 = r1[usable], r2[usable]
+    ratios = (r2 / r1).log_()
     if length is not None:
         ratios = ratios[ratios > math.log1p(SHAPE_ZERO)]
-    return ratios.sort().values, len(r1) - len(ratios)
+    return ratios.sort().values, len(distances) - len(ratios)
 
 
 def _facco(ratios: Tensor, left_out: int) -> float:
-    kept = int(FACCO_KEPT * len(ratios))
-    ecdf = torch.arange(1, kept + 1, dtype=torch.float64, device=ratios.device) / max(len(ratios), 1)
-    return _slope(ratios[:kept], -torch.log1p(-ecdf))
+    heights = _facco_heights(len(ratios), ratios.device)
+    return _slope(ratios[: len(heights)], heights)
+
+
+@lru_cache(maxsize=8)
+def _facco_heights(n: int, device: torch.device) -> Float[Tensor, "m"]:
+    """``-log(1 - i / n)`` of the ratios that are kept; the same for all subsamples and sites. Nobody writes into it."""
+    ecdf = torch.arange(1, int(FACCO_KEPT * n) + 1, dtype=torch.float64, device=device) / max(n, 1)
+    return -torch.log1p(-ecdf)
 
 
 def _shape_of_learning(ratios: Tensor, left_out: int) -> float:

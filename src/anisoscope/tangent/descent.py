@@ -156,7 +156,8 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Sweeps:
-    """Codes to be swept in place, what they aim at, the weights of concepts on each other, and views of them.
+    """Codes to be swept in place, what they aim at, the weights of concepts on each other with their signs turned, and
+    views of them.
 
     Up to ``BLOCK_CONCEPTS`` concepts meet all others at once (``whole``: one rounding less), more of them in blocks.
     """
@@ -164,7 +165,6 @@ class _Sweeps:
     z: Tensor
     target: Tensor
     weights: Tensor
-    spare: Tensor
     whole: Sequence[_View]
     blocks: Sequence[_Block]
 
@@ -176,7 +176,7 @@ class _Sweeps:
         codes, rows = z.unbind(), weights.unbind()
         if k <= BLOCK_CONCEPTS:
             whole = [(aim, z.T, row, own) for aim, row, own in zip(target.unbind(), rows, codes, strict=True)]
-            return cls(z, target, weights, like.new_empty(n), whole, ())
+            return cls(z, target, weights, whole, ())
         spare, blocks = like.new_empty(BLOCK_CONCEPTS, n), []
         for at in range(0, k, BLOCK_CONCEPTS):
             own = slice(at, min(at + BLOCK_CONCEPTS, k))
@@ -184,11 +184,11 @@ class _Sweeps:
             each = [(aims[j], here[:j].T, rows[at + j][at : at + j], codes[at + j]) for j in range(len(here))]
             inside = weights[own, own]
             blocks.append(_Block(weights[own], inside, before, before[:, own], target[own], aims, each))
-        return cls(z, target, weights, spare, (), blocks)
+        return cls(z, target, weights, (), blocks)
 
     def begin(self, weights: Tensor, codes: Tensor, flags: Tensor | None, aims: Tensor, scale: Tensor) -> None:
         """Take up codes and aims, each times its factor; without ``flags`` all codes stay."""
-        self.weights.copy_(weights)
+        self.weights.copy_(weights).neg_()
         for block in self.blocks:
             block.before.copy_(block.rows)
             block.place.copy_(block.inside.triu(1))
@@ -200,15 +200,16 @@ class _Sweeps:
 
     def sweep(self) -> None:
         """One round over all codes, concept after concept; within a block nothing but the block has changed."""
-        spare, addmv, clamp_min = self.spare, torch.addmv, torch.clamp_min
+        addmv, relu_, clamp_min = torch.addmv, torch.relu_, torch.clamp_min
         for aim, changed, weights, codes in self.whole:
-            addmv(aim, changed, weights, alpha=-1, out=spare)
-            clamp_min(spare, 0, out=codes)
+            # Straight into the codes, which are among what is summed: their own weight is zero.
+            addmv(aim, changed, weights, out=codes)
+            relu_(codes)
         for block in self.blocks:
-            torch.addmm(block.target, block.before, self.z, alpha=-1, out=block.aims)
+            torch.addmm(block.target, block.before, self.z, out=block.aims)
             for number, (aim, changed, weights, codes) in enumerate(block.each):
                 if number:  # before its first concept nothing of the block has changed
-                    aim.addmv_(changed, weights, alpha=-1)
+                    aim.addmv_(changed, weights)
                 clamp_min(aim, 0, out=codes)
 
 

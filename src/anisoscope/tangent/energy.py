@@ -29,6 +29,7 @@ from anisoscope.tangent.units import Units, in_range, p_value, ratio
 
 BLOCK_ROWS = 4096
 DRAWS = 199
+QUANTILES = (0.05, 0.5, 0.95)
 VARIANCE = "tr(Q^T C Q) / tr C"
 VARIANCE_KNOWN = "no error bar: taken as known, being far better known than the energy share it divides"
 SIDES = ("input", "output")
@@ -240,7 +241,10 @@ def _control(null: Float[Tensor, "b"], kind: str, found: Gradients) -> Estimate:
     def part(value: float, method: str) -> Estimate:
         return Estimate(value=value, stderr=None, n=b, method=method)
 
-    parts = {f"q{round(100 * level):02d}": part(float(null.quantile(level)), "quantile") for level in (0.05, 0.5, 0.95)}
+    levels = null.quantile(null.new_tensor(QUANTILES)).tolist()
+    parts = {
+        f"q{round(100 * level):02d}": part(value, "quantile") for level, value in zip(QUANTILES, levels, strict=True)
+    }
     bar = None
     if b >= 3:
         sd = float(null.std(correction=1))

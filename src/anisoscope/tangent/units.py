@@ -19,6 +19,7 @@ from anisoscope.rows import largest_size, non_finite_rows, power_of_two_scale
 
 FEWEST = 3  # a spread of two numbers is not worth printing
 GIVEN = "given the two fits: how a fit varies with its half is not in the error bar"
+Numbers = Tensor | np.ndarray
 ALONE = "rows were taken as independent; tokens of one sequence are not: give groups for an error bar over sequences"
 
 
@@ -47,20 +48,26 @@ class Units:
         return out.index_add_(0, self.index, values.double())
 
 
-def jackknife(top: Float[Tensor, "g"], bottom: Float[Tensor, "g"], over: str) -> Bar | None:
+def as_array(values: Tensor | np.ndarray) -> np.ndarray:
+    """A few numbers for numpy, which answers small questions several times sooner than torch."""
+    return values if isinstance(values, np.ndarray) else values.detach().cpu().numpy()
+
+
+def jackknife(top: Float[Numbers, "g"], bottom: Float[Numbers, "g"], over: str) -> Bar | None:
     """The error bar of ``sum(top) / sum(bottom)`` from leaving out each unit in turn; None for fewer than three."""
     if len(bottom) < FEWEST:
         return None
-    total, told = bottom.sum(), bottom.detach().cpu().numpy()  # which answers small questions sooner than torch
+    tops, bottoms = as_array(top), as_array(bottom)
+    whole, total, used = tops.sum(), bottoms.sum(), bottoms > 0
     # Units without energy (padding alone) say nothing and are no degrees of freedom.
-    count = int(np.count_nonzero(told > 0))
-    if count < FEWEST or told.max() >= float(total) * (1 - 1e-12):
+    count = int(np.count_nonzero(used))
+    if count < FEWEST or bottoms.max() >= total * (1 - 1e-12):
         return None
-    used = bottom > 0 if count < len(told) else None
-    tops, bottoms = (top, bottom) if used is None else (top[used], bottom[used])
-    without = (top.sum() - tops).div_(total - bottoms)
-    variance = (count - 1) / count * float(without.sub_(without.mean()).square_().sum())
-    return Bar(math.sqrt(variance), count - 1, over)
+    if count < len(bottoms):
+        tops, bottoms = tops[used], bottoms[used]
+    without = (whole - tops) / (total - bottoms)
+    without -= without.sum() / count
+    return Bar(math.sqrt((count - 1) / count * float(without @ without)), count - 1, over)
 
 
 @dataclass(frozen=True)
@@ -95,17 +102,20 @@ def mean_of_halves(one: Estimate, two: Estimate) -> Estimate:
 
 
 def mean_of_draws(
-    one: Float[Tensor, "b"], two: Float[Tensor, "b"], n: int, method: str, name: str, shift: float = 0.0
+    one: Float[Numbers, "b"], two: Float[Numbers, "b"], n: int, method: str, name: str, shift: float = 0.0
 ) -> Estimate:
     """``shift`` plus the mean over draws of what two halves show of each; the same draws in both, so not independent.
 
     The error bar is over the draws: each counts with the mean of its two numbers.
     """
-    each, bar = (one + two) / 2, None
-    if len(each) >= FEWEST:
-        bar = Bar(float(each.std(correction=1)) / math.sqrt(len(each)), len(each) - 1, in_both(f"{len(each)} {name}"))
-    value, method = shift + float(each.mean()), f"{method}, cross-fitted"
-    return Estimate(value=value, n=n, method=method, notes=(GIVEN,), **fields(bar))
+    each, bar = as_array((one + two) / 2), None
+    count, mean = len(each), float(each.sum()) / len(each)
+    if count >= FEWEST:
+        away = each - mean
+        spread = math.sqrt(float(away @ away) / (count - 1))
+        bar = Bar(spread / math.sqrt(count), count - 1, in_both(f"{count} {name}"))
+    method = f"{method}, cross-fitted"
+    return Estimate(value=shift + mean, n=n, method=method, notes=(GIVEN,), **fields(bar))
 
 
 def in_both(draws: str) -> str:
@@ -168,7 +178,7 @@ def stream(seed: int, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(int(state) >> 1)
 
 
-def p_value(observed: float, null: Float[Tensor, "b"]) -> float:
+def p_value(observed: float, null: Float[Numbers, "b"]) -> float:
     """``(1 + #{null >= observed}) / (B + 1)``: the smallest it can be is 1 / (B + 1), never 0.
 
     Values equal up to rounding count as equal, against the observed one.
@@ -176,4 +186,4 @@ def p_value(observed: float, null: Float[Tensor, "b"]) -> float:
     if len(null) == 0:
         raise OptionError("a p-value needs at least one draw from the null")
     slack = 1e-9 * abs(observed)
-    return (1 + int((null >= observed - slack).sum())) / (len(null) + 1)
+    return (1 + int(np.count_nonzero(as_array(null) >= observed - slack))) / (len(null) + 1)
