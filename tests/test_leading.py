@@ -5,7 +5,7 @@ import torch
 
 from anisoscope.measures import later
 from anisoscope.measures.later import _led
-from anisoscope.measures.leading import BLOCK, can_lead, leading_spaces
+from anisoscope.measures.leading import BLOCK, _Ritz, _State, can_lead, leading_spaces
 
 WIDTH, RANK = 160, 16
 PLACES = torch.arange(1, WIDTH + 1, dtype=torch.float64)
@@ -114,3 +114,12 @@ def test_a_new_direction_just_above_the_last_wanted_one_is_found(seed):
     found = leading_spaces(matrix[None], RANK, old)
     truth = torch.linalg.eigvalsh(matrix).flip(0)[:RANK]
     assert not bool(found.settled) or torch.allclose(found.values[0, :RANK], truth, rtol=1e-6)
+
+
+def test_what_still_grows_has_not_settled():
+    """Exact pairs alone say nothing: a leading one may be missing among them while there is more each cycle."""
+    matrix = torch.diag(torch.linspace(2, 1, 200, dtype=torch.float64))[None]
+    ritz = _Ritz.of(matrix, torch.eye(200, dtype=torch.float64)[None, :, :BLOCK])
+    assert float(ritz.residuals.max()) < 1e-12
+    assert _State(ritz, ritz.values).settled(RANK).tolist() == [True]
+    assert _State(ritz, ritz.values * (1 - 1e-8)).settled(RANK).tolist() == [False]

@@ -104,6 +104,13 @@ def test_many_sites_meet_the_controls_of_each_alone(turn):
         torch.testing.assert_close(getattr(found, name), getattr(left, name), rtol=1e-6, atol=1e-8)
 
 
+def test_reflections_of_slanted_bases_are_reflections():
+    q = slanted(torch.linalg.qr(torch.randn(3, 2, 60, 4, generator=torch.Generator().manual_seed(1))).Q)
+    x = stacked_controls._mirrors(q)[:, :-1]
+    assert float((x.mT @ x - 2 * torch.eye(4)).abs().max()) < 1e-12
+    assert float((q - x @ (x.mT @ q))[:, :, 4:].abs().max()) < 1e-9, "not swapped with the first axes"
+
+
 def test_hardly_a_basis_is_left_to_the_plain_path_by_chance():
     """Of wide rows one basis in sixty has a direction within 1e-4 of a right angle to the first axes."""
     q = torch.linalg.qr(torch.randn(1, 600, 1024, 16, generator=torch.Generator().manual_seed(0)).double()).Q
