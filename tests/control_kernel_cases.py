@@ -88,6 +88,7 @@ def in_halves():
     float32 has them; and what is not finite stays so."""
     moments, bases, z = case(2, 2, 3, 3, 4)
     moments.groups[0, 1] *= 1e-20
+    moments.groups[0, 0] *= 1e-38
     moments.groups[1, 0] *= 1e20
     before = stacked_controls.PARTED_WIDTH
     stacked_controls.PARTED_WIDTH = 40

@@ -9,6 +9,8 @@ from triton.compiler import ASTSource
 from anisoscope.kernels import codes, controls, factors, grams, jacobi, nearest, pairs, rows, tridiagonal, types, visits
 
 TARGET = GPUTarget("cuda", 90, 32)
+BUILT = set()
+PARTS = {"sorted_in"}  # called by kernels of two modules
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
             "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws")  # fmt: skip
 STRIDES = {"site_stride": "i64", "row_stride": "i32"}
@@ -31,6 +33,13 @@ def wide(kernel):
     return {name: other.get(name, "*fp64") for name in kernel.arg_names}
 
 
+def kernels():
+    """Names of all kernels that are launched; what begins with an underscore is part of others."""
+    modules = (codes, controls, factors, grams, jacobi, nearest, pairs, rows, tridiagonal, types, visits)
+    every = [one for module in modules for one in vars(module).values() if isinstance(one, triton.JITFunction)]
+    return {one.fn.__name__ for one in every if not one.fn.__name__.startswith("_")} - PARTS
+
+
 def compiled(kernel, constants, warps=4, **types):
     """Shared memory of a compiled kernel. Arguments are float32 pointers unless their names or ``types`` say more."""
     signature = {}
@@ -38,12 +47,13 @@ def compiled(kernel, constants, warps=4, **types):
         plain = "i32" if name in INTEGERS else "*fp64" if name in DOUBLES else "*fp32"
         signature[name] = "constexpr" if name in constants else types.get(name, plain)
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    BUILT.add(kernel.fn.__name__)
     source = ASTSource(kernel, signature, constexprs=places)
     return triton.compile(source, target=TARGET, options={"num_warps": warps}).metadata.shared
 
 
 def cell_grams(cut):
-    sizes = {"B": cut.columns, "K": cut.rows, "W": cut.window, "PARTS": 3, "PART": grams.PART}
+    sizes = {"B": cut.columns, "K": cut.rows, "W": cut.window, "PART": grams.PART}
     return compiled(grams.cell_grams, sizes, cut.warps, **CELLS)
 
 
@@ -61,7 +71,7 @@ def half_grams(cut):
 
 def type_distances(width, row="*fp32"):
     tile = types.tiling(width)
-    sizes = {"SAME": 1e-12} | {name: tile[name] for name in ("R", "K", "STAGES")}
+    sizes = {"SAME": 1e-12} | {name: tile[name] for name in ("R", "K")}
     other = dict.fromkeys(("order", "begins", "names"), "*i64") | dict.fromkeys(("types", "often"), "i32")
     return compiled(types.type_distances, sizes, tile["num_warps"], rows=row, out="*fp64", **other, **STRIDES)
 
@@ -80,7 +90,7 @@ def main():
         "inverse_factors": compiled(factors.inverse_factors, {"K": 32, "P": 32}, out="*fp64", **flags),
         "decompose": compiled(jacobi.decompose, {"SWEEPS": 30, "K": 32, "P": 32}, **wide(jacobi.decompose)),
         "decompose of 8": compiled(jacobi.decompose, {"SWEEPS": 30, "K": 5, "P": 8}, **wide(jacobi.decompose)),
-        **{f"cell_grams of {cut.columns}": cell_grams(cut) for cut in (grams.LARGE, grams.SMALL)},
+        "cell_grams": cell_grams(grams.SMALL),
         **half_grams(grams.HALVES),
         **{f"type_distances of {width}": type_distances(width) for width in (16, 768, 2048, types.WIDEST)},
         "type_distances in half precision": type_distances(2048, "*bf16"),
@@ -117,6 +127,17 @@ def main():
             second_sum="*fp64",
             **flags,
         ),
+        "account": compiled(
+            codes.account, {"K": 16, "P": 16, "W": codes.WIDTH}, **wide(codes.account) | flags | {"tolerance": "fp64"}
+        ),
+        **{
+            f"in_halves, {side}": compiled(
+                controls.in_halves,
+                {"LEFT": side == "left", "R": controls.ROWS, "B": controls.COLUMNS},
+                **{"factors": "*fp32", "out": "*fp16", "each": "i32"},
+            )
+            for side in ("left", "right")
+        },
         "rounds": compiled(codes.rounds, {"K": 64, "P": 64, "S": 4, "B": 32}, **flags),
         "inverses": compiled(codes.inverses, {"K": 16, "P": 16}, second="*fp64", out="*fp64", limit="fp64", **flags),
         "three_least_of_tiles": compiled(
@@ -144,7 +165,10 @@ def main():
         ),
     }
     found |= {kernel.__name__: compiled(kernel, sizes, **wide(kernel)) for kernel, sizes in TRIDIAGONAL.items()}
-    print(json.dumps(found))
+    found["reduce_panel, narrow"] = compiled(
+        tridiagonal.reduce_panel, TRIDIAGONAL[tridiagonal.reduce_panel] | {"W": 1024}, **wide(tridiagonal.reduce_panel)
+    )
+    print(json.dumps({"shared": found, "forgotten": sorted(kernels() - BUILT)}))
 
 
 if __name__ == "__main__":

@@ -300,7 +300,7 @@ MUTANTS = [
         "cosines > 0, cosines, 1.0",
         (KERNEL_CONTROLS,),
     ),
-    Mutant("tangent/stacked_controls.py", "left = _orthonormal(along", "left = (along", (KERNEL_CONTROLS,)),
+    Mutant("tangent/stacked_controls.py", "left = _orthonormal(left)", "pass", (KERNEL_CONTROLS,)),
     Mutant("tangent/stacked_controls.py", ".view(b, k, -1, k).div_(size[:, None])", "", (KERNEL_CONTROLS,)),
     Mutant("tangent/stacked_controls.py", "MOMENT_BITS - torch.frexp", "40 - torch.frexp", (KERNEL_CONTROLS,)),
     Mutant("kernels/controls.py", "high if LEFT else low", "low if LEFT else high", (KERNEL_CONTROLS,)),

@@ -101,7 +101,7 @@ class Together:
 def main():
     torch.set_num_threads(1)
     tridiagonal._by_kernels = lambda tensor: True
-    tridiagonal.TILES, tridiagonal.FEW_PROGRAMS = {16: 16, 32: 16, 64: 8}, 2
+    tridiagonal.TILE_WIDTHS, tridiagonal.TILE_ROWS, tridiagonal.FEW_PROGRAMS = (16, 32, 64), 16, 2
     named = matrices()
     names, a = list(named), torch.stack(list(named.values()))
     t = reduced(a, 1)

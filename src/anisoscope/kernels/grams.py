@@ -1,11 +1,12 @@
 """Kernels of products ``y^T y`` of float32 rows: all sites and cells in one launch, on tensor cores.
 
 These multiply numbers of few bits, so each entry is taken apart. Either where it is loaded: into three bfloat16, which
-hold a float32 exactly and are multiplied in six products, or into two of TF32, in three. Or beforehand, in a pass over
-the rows: into two float16, three products, in units of each column that bring its largest entry to the upper end of
-their range. Sums of the large products are taken out of the tensor cores every few rows, since these cut off where
-others round, and kept in two float32, whose second takes what the first loses and all the small products. One program
-writes a tile above the diagonal and its mirror image; nobody else writes there, so the same rows give the same bits.
+hold a float32 exactly and are multiplied in six products. Or beforehand, in a pass over the rows: into two float16,
+three products, in units of each column that bring its largest entry to the upper end of their range; the product of the
+two lesser halves is left out, so that entries on the diagonal are too small by up to 2e-7. Sums of the large products
+are taken out of the tensor cores every few rows, since these cut off where others round, and kept in two float32, whose
+second takes what the first loses and all the small products. One program writes a tile above the diagonal and its
+mirror image; nobody else writes there, so the same rows give the same bits.
 
 This module needs Triton; ``stats.moments`` imports it where Triton is.
 """
@@ -31,18 +32,18 @@ class Tiling:
     """Multiplied in one step."""
     window: int = 256
     """Rows, a multiple of ``rows``, whose products are added up on tensor cores."""
-    kind: Literal["bfloat16", "tf32", "float16"] = "bfloat16"
-    """Of parts: three of bfloat16, two of TF32, or two of float16."""
+    kind: Literal["bfloat16", "float16"] = "bfloat16"
+    """Of parts: three of bfloat16, or two of float16."""
     stages: int = 3
 
 
-LARGE = Tiling(columns=128, warps=8)
 HALVES = Tiling(columns=128, warps=8, rows=64, kind="float16")
 SMALL = Tiling(columns=64, warps=4)
 
 
 def tiling(device: torch.device) -> Tiling:
-    """Large tiles where several warps multiply together; elsewhere registers would not hold their sums."""
+    """Large tiles of halves where several warps multiply together; elsewhere registers would not hold their sums, and
+    small ones of three parts are formed."""
     return HALVES if torch.cuda.get_device_capability(device)[0] in (9, 10) else SMALL
 
 
@@ -61,28 +62,16 @@ def _parts(x, PART: tl.constexpr):
 
 
 @triton.jit
-def _high(x):
-    """As ``precision.two_parts``."""
-    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _add(new, rest, a, b, PARTS: tl.constexpr, PART: tl.constexpr):
+def _add(new, rest, a, b, PART: tl.constexpr):
     """``a b`` of float32 tiles: the product of the leading parts to ``new``, the others to ``rest``."""
-    if PARTS == 3:
-        a0, a1, a2 = _parts(a, PART)
-        b0, b1, b2 = _parts(b, PART)
-        new = tl.dot(a0, b0, new)
-        rest = tl.dot(a0, b2, rest)
-        rest = tl.dot(a2, b0, rest)
-        rest = tl.dot(a1, b1, rest)
-        rest = tl.dot(a0, b1, rest)
-        rest = tl.dot(a1, b0, rest)
-    else:
-        a0, b0 = _high(a), _high(b)
-        new = tl.dot(a0, b0, new, input_precision="tf32")
-        rest = tl.dot(a0, b - b0, rest, input_precision="tf32")
-        rest = tl.dot(a - a0, b0, rest, input_precision="tf32")
+    a0, a1, a2 = _parts(a, PART)
+    b0, b1, b2 = _parts(b, PART)
+    new = tl.dot(a0, b0, new)
+    rest = tl.dot(a0, b2, rest)
+    rest = tl.dot(a2, b0, rest)
+    rest = tl.dot(a1, b1, rest)
+    rest = tl.dot(a0, b1, rest)
+    rest = tl.dot(a1, b0, rest)
     return new, rest
 
 
@@ -126,7 +115,7 @@ def _write(out, found, i, j, D, B: tl.constexpr):
 @triton.jit(do_not_specialize=["tiles", "cells"])
 def cell_grams(
     rows, bounds, out, D, tiles, cells, row_site, row_stride, out_site, out_cell,
-    B: tl.constexpr, K: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+    B: tl.constexpr, K: tl.constexpr, W: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """One tile of a cell of a site, of rows taken apart where they are loaded.
 
@@ -147,7 +136,7 @@ def cell_grams(
             here, there = rows + (begin + step) * row_stride, k < count - step
             a = tl.load(here + left, mask=inside_left & there[None, :], other=0.0)
             b = tl.load(here + right, mask=inside_right & there[:, None], other=0.0)
-            new, rest = _add(new, rest, a, b, PARTS, PART)
+            new, rest = _add(new, rest, a, b, PART)
         total, rest = _kept(total, rest, new)
     found = total.to(tl.float64) + rest.to(tl.float64)
     _write(out + site * out_site + cell.to(tl.int64) * out_cell, found, i, j, D, B)

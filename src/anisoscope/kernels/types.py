@@ -27,7 +27,7 @@ def tiling(width: int) -> dict[str, int]:
 
 @triton.jit
 def _about(rows, order, at, there, k, D, row_stride, mean):
-    """Rows number ``at`` of the order less the mean, float64; less the mean alone where there is none."""
+    """Rows number ``at`` of the order less the mean, float64; a row that is not there counts as zeros."""
     here = tl.load(order + at, mask=there, other=0).to(tl.int64)
     inside = there[:, None] & (k < D)[None, :]
     values = tl.load(rows + here[:, None] * row_stride + k[None, :], mask=inside, other=0.0).to(tl.float64)

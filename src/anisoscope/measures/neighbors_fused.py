@@ -97,9 +97,9 @@ class _Lists:
     def of(cls, ready: Ready, length: int) -> _Lists:
         (sites, padded), device, far = ready.size.shape, ready.size.device, kernels_of("nearest").FAR
         return cls(
-            torch.full((sites, length, padded), far, device=device),
+            torch.full((sites, length, padded), far, dtype=torch.float32, device=device),
             torch.zeros(sites, length, padded, dtype=torch.int32, device=device),
-            torch.full((sites, padded), far, device=device),
+            torch.full((sites, padded), far, dtype=torch.float32, device=device),
         )
 
 
@@ -131,8 +131,8 @@ def _look(ready: Ready, lists: _Lists, first: int, last: int) -> None:
     tile, (sites, padded, depth), device = kernels.TILE, ready.half.shape, ready.half.device
     end, columns = last * tile, (last - first) * tile
     tiles = _tiles(first, last, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-    of_rows = torch.empty(3, sites, last - first, end, device=device)
-    of_columns = torch.empty(3, sites, last, columns, device=device)
+    of_rows = torch.empty(3, sites, last - first, end, dtype=torch.float32, device=device)
+    of_columns = torch.empty(3, sites, last, columns, dtype=torch.float32, device=device)
     kernels.three_least_of_tiles[(len(tiles), sites)](
         ready.half, ready.size, tiles, *of_rows, *of_columns, padded, end, last - first, first, columns,
         D=depth, B=tile, K=DEPTH, num_warps=WARPS, num_stages=STAGES,
@@ -183,9 +183,9 @@ def _looked_again(
     own, wanted = order.indices[:, :AGAIN].contiguous(), order.values[:, :AGAIN] == 0
     many, (tall, broad) = own.shape[1], AGAIN_TILE
     count = _list_length(k)
-    value = torch.full((sites, many, count), kernels.FAR, device=rows.device)
+    value = torch.full((sites, many, count), kernels.FAR, dtype=torch.float32, device=rows.device)
     near = torch.zeros(sites, many, count, dtype=torch.int32, device=rows.device)
-    rest = torch.full((sites, many), kernels.FAR, device=rows.device)
+    rest = torch.full((sites, many), kernels.FAR, dtype=torch.float32, device=rows.device)
     kernels.nearest_of_rows[(-(-many // tall), sites)](
         ready.half, ready.fine, ready.back[own], wanted, value, near, rest, padded, many,
         D=depth, T=count, R=tall, C=broad, K=DEPTH, SUM=row_kernels.SUMMED, num_warps=AGAIN_WARPS, num_stages=STAGES,

@@ -58,14 +58,14 @@ class ColumnSums:
 
 @on_its_device
 def column_sums(rows: Float[Tensor, "s n d"], weights: Float[Tensor, "s n"] | None = None) -> ColumnSums:
-    """Sums of the columns of float32 rows, each times its weight where these are given, in one visit.
+    """Sums of the columns of rows of float32 or less, each times its weight where these are given, in one visit.
 
     Entries that are not numbers make sums NaN; the least and the largest pass over them.
     """
     kernels, (sites, n, width), device = kernels_of("rows"), rows.shape, rows.device
     share, blocks = -(-n // SHARES), -(-width // COLUMNS)
     total = torch.empty(sites, SHARES, width, dtype=torch.float64, device=device)
-    ends = torch.empty(2, sites, SHARES, blocks, device=device)
+    ends = torch.empty(2, sites, SHARES, blocks, dtype=torch.float32, device=device)
     kernels.column_sums[(blocks, SHARES, sites)](
         rows, rows if weights is None else weights.contiguous(), total, *ends, n, width, share,
         rows.stride(0), rows.stride(1), WEIGHTED=weights is not None, R=kernels.ROWS, K=COLUMNS, num_warps=4,
@@ -163,7 +163,7 @@ class Ready:
         half, squares, worst = in_half(rows, order, mean, factor[:, 0] * scale, padded, depth)
         # Rounding of the sum of a product of half-precision rows: tensor cores cut off where others round (factor two),
         # with a margin of four; and of the few float32 operations after it.
-        lengths, sizes = (1 + worst).square(), torch.empty(2, *squares.shape, device=device)
+        lengths, sizes = (1 + worst).square(), torch.empty(2, *squares.shape, dtype=torch.float32, device=device)
         for size, gone in zip(sizes, (depth + 16, min(depth, SUMMED) + 16 + depth // SUMMED), strict=True):
             # 2 e + e^2 = (1 + e)^2 - 1
             left = 1 - 2.0**-20 - lengths * (lengths + (4 * gone * 2.0**-23 - 1))

@@ -72,7 +72,11 @@ class _Searched:
 
     def again(self, places: Sequence[int], most: int) -> _Searched:
         """Some of these sites, of which at most so many rows each are not certain, with those searched in float64."""
-        rows, copy = (one if len(places) == len(one) else one[list(places)] for one in (self.rows, self.copy))
+        first, last = places[0], places[-1]
+        where = (
+            slice(first, last + 1) if last - first == len(places) - 1 else list(places)
+        )  # no copy, where none is needed
+        rows, copy = self.rows[where], self.copy[where]
         found = mended(rows, 2, [self.found[place] for place in places], copy, most)
         return _Searched(rows, copy, found, _fitted(found, copy))
 

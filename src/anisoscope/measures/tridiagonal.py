@@ -22,7 +22,7 @@ from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 LEAST_WIDTH = 256  # below it a library's decomposition is about as fast
 LEAST_MATRICES = 4  # one matrix alone is better left to a library
 
-TILES = {1024: 4, 2048: 4}  # columns and rows of what a program holds at a time, and as much is on its way
+TILE_WIDTHS, TILE_ROWS = (1024, 2048), 4  # of a matrix that a program holds at a time, and as much is on its way
 TILE_STAGES = 3  # above one, tiles on their way are kept in shared memory, so many less one where there is room
 SHARED_BYTES = 8 << 10  # of shared memory for all else
 SHARE = 64  # a program's share of a column is a multiple of it
@@ -45,7 +45,7 @@ EPS = torch.finfo(torch.float64).eps
 def fits(matrices: Tensor) -> bool:
     """Whether these matrices are better taken together by the kernels than one by one by a library."""
     many, width = matrices.shape[0], matrices.shape[-1]
-    right = matrices.dtype == torch.float64 and many >= LEAST_MATRICES and LEAST_WIDTH <= width <= max(TILES)
+    right = matrices.dtype == torch.float64 and many >= LEAST_MATRICES and LEAST_WIDTH <= width <= TILE_WIDTHS[-1]
     return right and kernels_run(matrices.device)
 
 
@@ -56,9 +56,10 @@ def programs_each(many: int, processors: int) -> int:
 
 def tile_of(width: int, shared: int | None = None) -> dict[str, int]:
     """The least tile as wide as what is left of a matrix, and its stages: as many as so much shared memory holds."""
-    wide = min(one for one in TILES if width <= one)
-    room = TILE_STAGES if shared is None else 1 + (shared - SHARED_BYTES) // (8 * TILES[wide] * wide)
-    return {"W": wide, "R": TILES[wide], "STAGES": max(1, min(TILE_STAGES, room))}
+    wide = next((one for one in TILE_WIDTHS if width <= one), 0)
+    assert wide, "wider than any tile: ``fits`` says so"
+    room = TILE_STAGES if shared is None else 1 + (shared - SHARED_BYTES) // (8 * TILE_ROWS * wide)
+    return {"W": wide, "R": TILE_ROWS, "STAGES": max(1, min(TILE_STAGES, room))}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ PARTED_WIDTH = 2048  # from here on tensor cores win
 PARTED_ROWS = 1024  # multiplied at a time there
 PARTED_CELLS = 1 << 27  # of products held at a time there, float32
 KERNEL_CELLS = 1 << 27  # of rows that one launch multiplies
-HALF_CELLS = 1 << 30  # of rows written down as float16 at a time, twice
+HALF_CELLS = 1 << 28  # of rows that are written down as halves at a time, a gigabyte of them
 STRIP_COLUMNS = 64  # narrower strips than this no longer run at full speed
 SAFE_SIZE = 2.0**64  # rows between this and its inverse: eighth powers, the highest in use, stay far inside float64
 
@@ -292,16 +292,17 @@ def cell_grams(
     elif out.shape != shape or out.dtype != torch.float64 or out.stride()[2:] != (width, 1):
         raise ShapeError(f"products are {shape} of whole float64 matrices, got {tuple(out.shape)} of {out.dtype}")
     if rows.dtype != torch.float64 and _by_kernel(width, rows.device):
-        narrow = rows.float()
-        _launched(narrow if narrow.stride(2) == 1 else narrow.contiguous(), bounds, out)
+        single = rows.float()
+        _launched(single if single.stride(2) == 1 else single.contiguous(), bounds, out)
         return out
-    if rows.is_cuda and width < PARTED_WIDTH:
+    narrow = rows.is_cuda and width < PARTED_WIDTH
+    if narrow:
         rows = rows.double()  # once for all cells, whose products then go where they belong: a launch for each
     for cell, (a, b) in enumerate(itertools.pairwise(bounds)):
         part = rows[:, a:b]
         if a == b:
             out[:, cell] = 0
-        elif rows.is_cuda and width < PARTED_WIDTH:
+        elif narrow:
             torch.bmm(part.mT, part, out=out[:, cell])
         elif rows.dtype != torch.float64 and in_parts(width, rows.device):
             for site, one in enumerate(part):
@@ -327,7 +328,7 @@ def _launched(rows: Float[Tensor, "s n d"], bounds: Sequence[int], out: Float[Te
     kernels.cell_grams[(sites * cells * (tiles * (tiles + 1) // 2),)](
         rows, sent(bounds, rows, torch.int64), out, width, tiles, cells,
         rows.stride(0), rows.stride(1), out.stride(0), out.stride(1),
-        B=cut.columns, K=cut.rows, W=cut.window, PARTS=3 if cut.kind == "bfloat16" else 2, PART=kernels.PART,
+        B=cut.columns, K=cut.rows, W=cut.window, PART=kernels.PART,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
 

@@ -27,10 +27,10 @@ from anisoscope.tangent.sweeps import has_kernels
 
 IMAGE_CELLS = 1 << 27  # images of draws held at a time
 MOST_RANK = 32  # larger matrices no longer fit into registers
-MOMENT_BITS, DRAW_SIZE = (
-    14,
-    256.0,
-)  # moments come to less than two to the 14th in half precision, draws to some thousand
+MOMENT_BITS = 14  # in half precision moments come to less than two to this
+SMALLEST = 119  # powers of two that a moment is multiplied by at most: more, times a draw, would leave float32
+DRAW_SIZE = 256.0  # what draws are multiplied by there: some thousand at most
+STEPS = 3  # of Newton's, towards orthonormal columns
 LEAST_COSINE = 1e-8  # between a basis and the first axes: below it the plain path chooses a reflection
 
 
@@ -124,10 +124,12 @@ def _mirrors(q: Float[Tensor, "s p d k"]) -> Float[Tensor, "s p_plus_one d k"]:
     _, right = small_eigh(torch.where(torch.isfinite(inner.sum(dim=(1, 2), keepdim=True)), inner, 0.0))
     right = right.view_as(top)
     along = top @ right
-    # Roots of eigenvalues would have half as many digits where a cosine is small, and one in hundred bases has one
-    # below 1e-4; what their vectors lack is made up for by a step of Newton's.
+    # Roots of eigenvalues would have half as many digits where a cosine is small, and of wide rows one basis in sixty
+    # has one below 1e-4. What their vectors lack is made up for by steps of Newton's: one, unless several are small.
     cosines = torch.linalg.vector_norm(along, dim=2)
-    left = _orthonormal(along / torch.where(cosines > LEAST_COSINE, cosines, torch.nan)[:, :, None])
+    left = along / torch.where(cosines > LEAST_COSINE, cosines, torch.nan)[:, :, None]
+    for _ in range(STEPS):
+        left = _orthonormal(left)
     axes = torch.eye(q.shape[2], k, dtype=q.dtype, device=q.device).expand(sites, 1, -1, -1)
     return torch.cat([mirrored(q, left, cosines, right), axes], dim=1)
 
@@ -301,9 +303,8 @@ def _in_halves(
     """
     width = groups.shape[3]
     largest = groups.diagonal(dim1=2, dim2=3).amax(dim=2).flatten()
-    factors = torch.ldexp(
-        torch.ones_like(largest), MOMENT_BITS - torch.frexp(torch.where(largest > 0, largest, 1.0))[1]
-    )
+    powers = MOMENT_BITS - torch.frexp(torch.where(largest > 0, largest, 1.0)).exponent
+    factors = torch.ldexp(torch.ones_like(largest), powers.clamp_max(SMALLEST))
     left = _apart(draws, torch.full_like(largest[:1], DRAW_SIZE), len(draws), left=True)
     right = _apart(groups.view(-1, width), factors, width, left=False)
     return _multiplied(left, right.mT), factors * DRAW_SIZE

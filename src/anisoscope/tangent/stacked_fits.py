@@ -51,7 +51,9 @@ class Centred:
         rows = x.new_empty(sites, 2, most, width)
         mean = x.new_empty(sites, 2, width, dtype=torch.float64)
         scatter = x.new_empty(sites, 2, width, width, dtype=torch.float64)
-        step = max(1, WIDE_CELLS // (most * width))  # sites whose rows are held as float64 at a time
+        step = max(
+            1, WIDE_CELLS // (most * width)
+        )  # sites whose rows are held apart at a time, as float64 where there are no kernels
         for half, at in enumerate(halves):
             rows[:, half, len(at) :] = 0
             for first in range(0, sites, step):
@@ -78,7 +80,7 @@ class Centred:
 
 
 def _centre(rows: Float[Tensor, "s n d"], out: Float[Tensor, "s n d"]) -> Float[Tensor, "s d"]:
-    """Means of rows, float64; rows less their mean are written to ``out``."""
+    """Means of rows, float64; rows less their mean are written to ``out``. Rows of float64 are written over."""
     if rows.dtype == torch.float32 and kernels_run(rows.device):
         mean = column_sums(rows).total / rows.shape[1]
         centred(rows, mean, rows.dtype, out)

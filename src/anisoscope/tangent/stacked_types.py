@@ -201,6 +201,7 @@ class _Counts:
         ranks = _mid_ranks(x[None], padded)[0][:, 0] - total / 2
         weighted = weights * ranks
         unit = (weighted * ranks).sum(dim=1, keepdim=True) / 12
+        spread = torch.where(unit > 0, spread, torch.nan)  # ranks know exactly whether all are equal
         moments = torch.cat([shares, shares * apart / spread.sqrt()])
         return cls(weights, moments, padded, weighted, total**3, unit)
 
@@ -209,18 +210,22 @@ def _correlations(counts: _Counts, y: Float[Tensor, "s t"]) -> Float[Tensor, "tw
     """Pearson's and Spearman's correlation of each site under each weighting; NaN where a side is constant."""
     y = y - y.mean(dim=1, keepdim=True)  # squares lose no digits to the means of the draws
     found = (torch.stack([y, y.square()]).flatten(0, 1) @ counts.moments.T).view(2, len(y), 2, -1)
-    (mean, across), square = found[0].unbind(1), found[1, :, 0]
-    pearson = across / torch.addcmul(square, mean, mean, value=-1).sqrt()
+    mean, square = found[0, :, 0], found[1, :, 0]
+    spread = torch.addcmul(square, mean, mean, value=-1)
     step = max(1, RANK_CELLS // counts.weights.numel())
-    spearman = []
+    spearman, alike = [], []
     for some in y.split(step):
         middle, equal = _mid_ranks(some, counts.padded)
         across = (middle @ counts.ranks[:, :, None])[:, :, 0]  # the means of the ranks meet a sum of zero
         # Of ranks u about their mean ``sum w u^2 = (W^3 - sum w h^2) / 12``, where h is the weight of all equal values
         # and W that of all: of the integral of u^2 over all places each value lacks what its own places spread.
         shared = (equal.square_() @ counts.weights[:, :, None])[:, :, 0]
-        spearman.append(across / ((counts.cube - shared) * counts.rank_unit).sqrt())
-    return torch.stack([pearson, (spearman[0] if len(spearman) == 1 else torch.cat(spearman, dim=1)).T])
+        own = counts.cube - shared
+        spearman.append(across / (own * counts.rank_unit).sqrt())
+        alike.append(own == 0)
+    by_rank, alike_all = (one[0] if len(one) == 1 else torch.cat(one, dim=1) for one in (spearman, alike))
+    pearson = found[0, :, 1] / torch.where(alike_all.T, torch.nan, spread).sqrt()
+    return torch.stack([pearson, by_rank.T])
 
 
 def _mid_ranks(

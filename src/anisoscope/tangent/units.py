@@ -48,7 +48,7 @@ class Units:
         return out.index_add_(0, self.index, values.double())
 
 
-def as_array(values: Tensor | np.ndarray) -> np.ndarray:
+def as_array(values: Numbers) -> np.ndarray:
     """A few numbers for numpy, which answers small questions several times sooner than torch."""
     return values if isinstance(values, np.ndarray) else values.detach().cpu().numpy()
 
