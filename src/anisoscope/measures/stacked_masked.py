@@ -72,10 +72,8 @@ class _Searched:
 
     def again(self, places: Sequence[int], most: int) -> _Searched:
         """Some of these sites, of which at most so many rows each are not certain, with those searched in float64."""
-        first, last = places[0], places[-1]
-        where = (
-            slice(first, last + 1) if last - first == len(places) - 1 else list(places)
-        )  # no copy, where none is needed
+        side_by_side = places[-1] - places[0] == len(places) - 1
+        where = slice(places[0], places[-1] + 1) if side_by_side else list(places)  # a slice is no copy
         rows, copy = self.rows[where], self.copy[where]
         found = mended(rows, 2, [self.found[place] for place in places], copy, most)
         return _Searched(rows, copy, found, _fitted(found, copy))

@@ -112,9 +112,7 @@ def _by_half(
     moments = g.new_empty(sites, len(number), width, width, dtype=torch.float64)
     energies = g.new_empty(sites, count + 1, len(at), dtype=torch.float64)
     means = g.new_empty(sites, width, dtype=torch.float64)
-    step = max(
-        1, WIDE_CELLS // (len(at) * width)
-    )  # sites whose rows are held apart at a time, as float64 where there are no kernels
+    step = max(1, WIDE_CELLS // (len(at) * width))  # sites whose rows are held apart, in float64 without kernels
     for first in range(0, sites, step):
         few = slice(first, first + step)
         rows = g[few].index_select(1, at)

@@ -28,7 +28,7 @@ from anisoscope.tangent.sweeps import has_kernels
 IMAGE_CELLS = 1 << 27  # images of draws held at a time
 MOST_RANK = 32  # larger matrices no longer fit into registers
 MOMENT_BITS = 14  # in half precision moments come to less than two to this
-SMALLEST = 119  # powers of two that a moment is multiplied by at most: more, times a draw, would leave float32
+MOST_POWER = 119  # of two that a moment is multiplied by: more, times a draw, would leave float32
 DRAW_SIZE = 256.0  # what draws are multiplied by there: some thousand at most
 STEPS = 3  # of Newton's, towards orthonormal columns
 LEAST_COSINE = 1e-8  # between a basis and the first axes: below it the plain path chooses a reflection
@@ -304,7 +304,7 @@ def _in_halves(
     width = groups.shape[3]
     largest = groups.diagonal(dim1=2, dim2=3).amax(dim=2).flatten()
     powers = MOMENT_BITS - torch.frexp(torch.where(largest > 0, largest, 1.0)).exponent
-    factors = torch.ldexp(torch.ones_like(largest), powers.clamp_max(SMALLEST))
+    factors = torch.ldexp(torch.ones_like(largest), powers.clamp_max(MOST_POWER))
     left = _apart(draws, torch.full_like(largest[:1], DRAW_SIZE), len(draws), left=True)
     right = _apart(groups.view(-1, width), factors, width, left=False)
     return _multiplied(left, right.mT), factors * DRAW_SIZE

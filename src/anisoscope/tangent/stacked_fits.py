@@ -51,9 +51,7 @@ class Centred:
         rows = x.new_empty(sites, 2, most, width)
         mean = x.new_empty(sites, 2, width, dtype=torch.float64)
         scatter = x.new_empty(sites, 2, width, width, dtype=torch.float64)
-        step = max(
-            1, WIDE_CELLS // (most * width)
-        )  # sites whose rows are held apart at a time, as float64 where there are no kernels
+        step = max(1, WIDE_CELLS // (most * width))  # sites whose rows are held apart, in float64 without kernels
         for half, at in enumerate(halves):
             rows[:, half, len(at) :] = 0
             for first in range(0, sites, step):
