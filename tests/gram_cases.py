@@ -71,12 +71,12 @@ def shapes():
 
 def strides(kind):
     """Some of the sites, rows and columns of something larger, columns first, and a place among others to write to."""
-    whole = draw(5, 60, 80)
-    ends, found = [20, 60], {}
+    whole = draw(3, 36, 50)
+    ends, found = [13, 36], {}
     views = {
         "sites": whole[::2],
         "rows": whole[:, ::2],
-        "columns": whole[:, :, 3:50],
+        "columns": whole[:, :, 3:40],
         "turned": whole.mT,
         "none": whole[:0],
     }
@@ -84,7 +84,7 @@ def strides(kind):
         right = [min(end, rows.shape[1]) for end in ends]
         got = by_kernel(rows, right, kind=kind)
         found[name] = error(got, rows, right) if len(rows) else 0.0
-    out = torch.full((5, 2, 3, 80, 80), torch.nan, dtype=torch.float64)
+    out = torch.full((3, 2, 3, 50, 50), torch.nan, dtype=torch.float64)
     mine = by_kernel(whole, ends, out[:, :, 1], kind=kind)
     found["place"] = error(out[:, :, 1], whole, ends)
     alone = bool(out[:, :, [0, 2]].isnan().all()) and mine.data_ptr() == out[:, :, 1].data_ptr()
