@@ -43,7 +43,7 @@ THEORY, RECOVERY, PAIRS = "tests/test_theory.py", "tests/test_theory_recovery.py
 CAUSAL, KERNELS, STACKED = "tests/test_causal_report.py", "tests/test_kernels.py", "tests/test_stacked.py"
 LEADING, TRIDIAGONAL = "tests/test_leading.py", "tests/test_tridiagonal.py"
 JACOBI, GRAMS = "tests/test_small_eigh.py", "tests/test_grams.py"
-WAITS = "tests/test_waits.py"
+WAITS, TYPES = "tests/test_waits.py", "tests/test_type_kernel.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
     Mutant(A, "(float(total @ total) - n) / (n * (n - 1))", "float(total @ total) / n**2", (ORACLES,)),
@@ -303,13 +303,16 @@ MUTANTS = [
     Mutant("tangent/stacked_controls.py", "left = _orthonormal(left)", "pass", (KERNEL_CONTROLS,)),
     Mutant("tangent/stacked_controls.py", ".view(b, k, -1, k).div_(size[:, None])", "", (KERNEL_CONTROLS,)),
     Mutant("tangent/stacked_controls.py", "MOMENT_BITS - torch.frexp", "40 - torch.frexp", (KERNEL_CONTROLS,)),
+    Mutant("tangent/stacked_controls.py", "powers.clamp_max(MOST_POWER)", "powers", (KERNEL_CONTROLS,)),
+    Mutant("tangent/stacked_types.py", "torch.where(unit > 0, spread, torch.nan)", "spread", (TYPES,)),
+    Mutant("tangent/stacked_types.py", "torch.where(alike_all.T, torch.nan, spread)", "spread", (TYPES,)),
     Mutant("kernels/controls.py", "high if LEFT else low", "low if LEFT else high", (KERNEL_CONTROLS,)),
     Mutant("kernels/visits.py", "if tl.program_id(0) < tl.num_programs(0) - 1:", "if True:", (KERNELS,), "half_steps"),
     Mutant("tangent/stacked_fits.py", "rows[:, half, len(at) :] = 0", "pass", (STACKED,)),
     Mutant("measures/leading.py", "self.earlier[:, :rank].sum(dim=1) <=", "captured <=", (LEADING,)),
     Mutant("measures/tridiagonal.py", "tile_of(stride - first, shared)", "tile_of(16, shared)", (TRIDIAGONAL,)),
     Mutant("stats/moments.py", "exponent.clamp_min(15) - 14", "exponent.clamp_min(15) - 10", (GRAMS,)),
-    Mutant("kernels/types.py", "tl.sqrt(size / (size - 1))", "1.0", ("tests/test_type_kernel.py",)),
+    Mutant("kernels/types.py", "tl.sqrt(size / (size - 1))", "1.0", (TYPES,)),
     Mutant("tangent/stacked.py", "bases.flip(2).unbind(dim=2)", "bases.unbind(dim=2)", (STACKED,)),
     Mutant("tangent/stacked.py", "vars(both[sites:])", "vars(both[:sites])", (STACKED,)),
     Mutant("tangent/stacked.py", "layout.counts[half].expand(sites)", "layout.counts[0].expand(sites)", (STACKED,)),
