@@ -146,19 +146,23 @@ def test_forms_of_what_is_not_finite():
 def test_the_rule_can_be_read():
     a = torch.zeros(8, 512, 512, dtype=torch.float64)
     assert not fits(a), "no GPU"
-    assert programs_each(14, 132) == 9 and programs_each(9, 132) == 14 and programs_each(500, 132) == 1
+    assert programs_each(14, 132) == 18 and programs_each(9, 132) == 29 and programs_each(500, 132) == 1
     assert programs_each(1, 132) == tridiagonal.MOST_PROGRAMS
     for many in range(1, 133):
-        assert many * programs_each(many, 132) <= 132, "all must run at once"
+        assert many * programs_each(many, 132) <= tridiagonal.TOGETHER * 132, "all must run at once"
     assert tridiagonal.POLE_COUNT % 4 == 0 and tridiagonal.POLE_COUNT <= 64
     assert tridiagonal.NEGLIGIBLE**4 > 1e-200, "a group of steps of a Sturm sequence must not vanish"
 
 
-def test_tiles_as_wide_as_what_is_left_of_a_matrix(monkeypatch):
+def test_tiles_as_wide_as_half_of_what_is_left_of_a_matrix(monkeypatch):
     monkeypatch.setattr(tridiagonal, "TILE_STAGES", 4)
     for shared, stages in ((232_448, 4), (166_912, 3), (101_376, 2), (0, 1)):  # registers are always there
-        assert tridiagonal.tile_of(2048, shared) == {"W": 2048, "R": 4, "STAGES": stages}
-    for width, wide in ((1025, 2048), (1024, 1024), (16, 1024)):
-        assert tridiagonal.tile_of(width)["W"] == wide
+        assert tridiagonal.tile_of(2048, shared) == {"R": 4, "C": 1024, "STAGES": stages}
+    for width, wide in ((1025, 1024), (1024, 512), (16, 512)):
+        assert tridiagonal.tile_of(width)["C"] == wide
+    for wide in tridiagonal.TILE_WIDTHS:
+        assert wide % (tridiagonal.WARPS * tridiagonal.LANES) == 0, "all warps have as many columns"
+        assert wide % tridiagonal.TILE_ROWS == 0, "a tile begins where a block of rows does"
+    assert tridiagonal.WARPS * tridiagonal.TOGETHER * 32 * 256 <= 65_536, "registers of a processor"
     # Rows are filled up to a multiple of ALIGNED and no further.
     assert tridiagonal.ALIGNED % tridiagonal.TILE_ROWS == 0

@@ -14,7 +14,7 @@ from anisoscope.kernels import kernels_of
 from anisoscope.measures import tridiagonal
 from anisoscope.measures.tridiagonal import Tridiagonal, eigenvalues, leading_vector, reduced
 
-WIDTH = 39  # a panel and a bit, and a multiple of no block
+PANEL, WIDTH = 8, 13  # a panel and a bit, and a multiple of no block
 
 
 def covariance(width, seed=0, steep=0.0):
@@ -31,7 +31,7 @@ def matrices():
     banded.diagonal(1).fill_(0.5)
     banded.diagonal(-1).fill_(0.5)
     blocks = torch.zeros_like(banded)
-    blocks[:13, :13], blocks[20:, 20:] = covariance(13, 1), covariance(19, 2, steep=3)
+    blocks[:5, :5], blocks[7:, 7:] = covariance(5, 1), covariance(6, 2, steep=3)
     ray = torch.linspace(-1, 2, WIDTH, dtype=torch.float64)
     return {
         "plain": plain, "steep": covariance(WIDTH, 3, steep=12), "blocks": blocks, "nan": plain * torch.nan,
@@ -101,7 +101,11 @@ class Together:
 def main():
     torch.set_num_threads(1)
     tridiagonal._by_kernels = lambda tensor: True
-    tridiagonal.TILE_WIDTHS, tridiagonal.TILE_ROWS, tridiagonal.FEW_PROGRAMS = (16, 32, 64), 16, 2
+    # Two warps of four columns; two tiles of 8 columns side by side, or of 16.
+    tridiagonal.TILE_WIDTHS, tridiagonal.TILE_ROWS, tridiagonal.FEW_PROGRAMS = (8, 16), 8, 2
+    tridiagonal.WARPS, tridiagonal.LANES = 2, 4
+    kernels = kernels_of("tridiagonal")
+    kernels.PANEL = PANEL
     named = matrices()
     names, a = list(named), torch.stack(list(named.values()))
     t = reduced(a, 1)
@@ -139,11 +143,10 @@ def main():
 
     # Programs that share a matrix, several shares; and a matrix that fills its tile.
     tridiagonal.SHARE, tridiagonal.TILE_STAGES = 16, 3
-    full = torch.stack([covariance(32, 4), covariance(32, 5, steep=3)], dim=2).permute(2, 0, 1)  # not row by row
+    full = torch.stack([covariance(16, 4), covariance(16, 5, steep=3)], dim=2).permute(2, 0, 1)  # not row by row
     result["full"] = errors(reduced(full, 1), full)
-    kernels = kernels_of("tridiagonal")
     kernels.reduce_panel = Together(kernels.reduce_panel)
-    wide = covariance(51, 4, steep=2)[None]
+    wide = covariance(27, 4, steep=2)[None]
     result["shared"] = errors(reduced(wide, 2), wide)
     print(json.dumps(result))
 

@@ -1,4 +1,4 @@
-"""Kernels for many symmetric matrices at once: to tridiagonal form, and what a tridiagonal matrix then gives.
+"""Kernels that bring many symmetric matrices to tridiagonal form at once.
 
 Libraries take matrices one after another, and one matrix of a thousand columns keeps a GPU waiting. Here some programs
 share a matrix, so that all matrices go through their columns together. Programs of a matrix wait for one another, so
@@ -16,10 +16,6 @@ import triton.language as tl
 
 PANEL = 32
 """Columns that are reduced before the rest of a matrix hears of them."""
-GROUP = 8
-"""Steps of a Sturm sequence between two scalings; the length of what is given must be a multiple."""
-POLES = 4
-"""Poles that one program takes at a time."""
 TINY = tl.constexpr(1e-280)  # squares of a matrix of entries about one below which a tail counts as zero
 
 
@@ -54,9 +50,9 @@ def _reflection(alpha, tail):
 
 
 @triton.jit
-def _first_block(done, own, P, R: tl.constexpr):
-    """The first block of rows of a program; a row is always with the same program."""
-    begin = (done + 1) // R
+def _first_block(row, own, P, R: tl.constexpr):
+    """The first block of rows of a program from this row on; a row is always with the same program."""
+    begin = row // R
     return begin + (own + P - begin % P) % P
 
 
@@ -78,11 +74,14 @@ def _entries(x, block, blocks, R: tl.constexpr):
 @triton.jit
 def _share_of_column(
     a, v, w, diagonal, x, across, down, sums, squares, forms, own, n, room, S, P, done, columns,
-    tau, scale, with_v, with_w, row_v, row_w, PP: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
+    tau, scale, with_v, with_w, row_v, row_w,
+    PP: tl.constexpr, K: tl.constexpr, B: tl.constexpr, C: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """What a program does to its own rows: the companion of the column before, then column ``done``, and their sums."""
     k = tl.arange(0, K)
     q = tl.arange(0, PP)
+    part = tl.arange(0, PARTS)
+    reach = part // H * C  # where the chunk of a part begins
     share = tl.cdiv(tl.cdiv(n, P), B) * B
     start = own * share
     stop = tl.minimum(start + share, n)
@@ -103,20 +102,23 @@ def _share_of_column(
         tile_w = tl.load(w + k[:, None] * S + i[None, :], mask=earlier, other=0.0)
         shared = (q < programs)[:, None] & there[None, :]
         parts = tl.load(across + q[:, None] * S + i[None, :], mask=shared, other=0.0, cache_modifier=".cg")
-        product = tl.load(down + i, mask=there, other=0.0, cache_modifier=".cg")
+        before = reach[:, None] <= tl.where(there, i, -1)[None, :]
+        along = tl.load(down + part[:, None] * S + i[None, :], mask=before, other=0.0, cache_modifier=".cg")
         one_v = tl.load(x + i, mask=there, other=0.0)
         value = tl.load(a + at * S + i, mask=there, other=0.0)
         # What all programs need of that companion: its entry in the row of this column.
         form = tl.load(forms + q, mask=q < programs, other=0.0, cache_modifier=".cg")
         corner = tl.load(across + q * S + at, mask=q < programs, other=0.0, cache_modifier=".cg")
-        middle = tl.load(down + at, mask=done > 0, other=0.0, cache_modifier=".cg")
+        central = reach <= tl.where(done > 0, at, -1)
+        middle = tl.sum(tl.load(down + part * S + at, mask=central, other=0.0, cache_modifier=".cg"), axis=0)
         alpha = -0.5 * tau * tau * (tl.sum(form, axis=0) - 2 * tl.sum(with_v * with_w, axis=0))
         middle += tl.sum(corner, axis=0) - tl.sum(row_v * with_w + row_w * with_v, axis=0)
         middle = tau * middle + alpha
 
         live = (i < bound) & (i >= done)
         one_v = tl.where(live, tl.where(i == done, 1.0, one_v * scale), 0.0)
-        product += tl.sum(parts, axis=0) - tl.sum(tile_v * with_w[:, None] + tile_w * with_v[:, None], axis=0)
+        product = tl.sum(along, axis=0) + tl.sum(parts, axis=0)
+        product -= tl.sum(tile_v * with_w[:, None] + tile_w * with_v[:, None], axis=0)
         one_w = tl.where(live, tau * product + alpha * one_v, 0.0)
         tl.store(v + (done - 1) * S + i, one_v, mask=i < bound)
         tl.store(w + (done - 1) * S + i, one_w, mask=i < bound)
@@ -153,44 +155,56 @@ def _earlier_columns(v, w, sums, n, S, P, done, PP: tl.constexpr, K: tl.constexp
 
 @triton.jit
 def _share_of_product(
-    a, x, across, down, forms, coming, x_c, x_r, scale, begin, blocks, own, room, S, P, done,
-    W: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
+    a, x, across, down, forms, coming, x_c, x_r, scale, n, own, room, S, P, done,
+    R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, L: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program's blocks of rows times the reflector: what is below the diagonal counts for both its places.
 
-    ``coming`` is the first tile, ``x_c`` and ``x_r`` what belongs to it. With STAGES tiles after it are on their way in
-    shared memory, so many of them less one; without, one is, in registers. ``a`` does not change while a panel is
-    reduced; the column does, and its entries must not come from a cache of the processor's own.
+    By chunks of C columns, L of which one of H warps has at a time. Sums along rows are left apart by warp, so that no
+    warp waits for another. ``coming`` is the first tile, ``x_c`` and ``x_r`` what belongs to it. With STAGES, tiles
+    after it are on their way in shared memory, so many of them less one; without, one is, in registers. ``a`` does not
+    change while a panel is reduced; the column does, and must not come from a cache of the processor's own.
     """
-    c = tl.arange(0, W)
-    v_c = tl.where(c > done + 1, x_c * scale, tl.where(c == done + 1, 1.0, 0.0))
-    below = tl.zeros((W,), dtype=tl.float64)
-    form = tl.zeros((R,), dtype=tl.float64)
-    for block in tl.range(begin, blocks, P, num_stages=STAGES):
-        r = block * R + tl.arange(0, R)
-        v_r = tl.where(r > done + 1, x_r * scale, tl.where(r == done + 1, 1.0, 0.0))
-        if STAGES > 1:
-            tile = tl.load(
-                a + block * R * S + tl.arange(0, R)[:, None] * S + c[None, :],
-                mask=(c < block * R + R)[None, :], other=0.0,
-            )  # fmt: skip
-        else:
-            tile = coming
-            coming = _tile(a, block + P, blocks, c, S, R)
-        x_r = _entries(x, block + P, blocks, R)
-        along = tl.sum(tile * v_c[None, :], axis=1)
-        # All of the square on the diagonal has been counted.
-        below += tl.where(c < block * R, tl.sum(tile * v_r[:, None], axis=0), 0.0)
-        tl.store(down + r, along)
-        form += along * v_r
-    tl.store(across + own * S + c, below, mask=c < room)
-    tl.store(forms + own, tl.sum(form, axis=0) + tl.sum(below * v_c, axis=0))
+    blocks = tl.cdiv(n, R)
+    form = tl.zeros((R, H), dtype=tl.float64)
+    beside = tl.zeros((C,), dtype=tl.float64)
+    for start in range(0, n, C):
+        c = start + tl.arange(0, C)
+        begin = _first_block(tl.maximum(done + 1, start), own, P, R)
+        if start > 0:
+            x_r = _entries(x, begin, blocks, R)
+            if STAGES == 1:
+                coming = _tile(a, begin, blocks, c, S, R)
+        v_c = tl.where(c > done + 1, x_c * scale, tl.where(c == done + 1, 1.0, 0.0))
+        x_c = tl.load(x + c + C, mask=c + C < room, other=0.0, cache_modifier=".cg")
+        below = tl.zeros((C,), dtype=tl.float64)
+        for block in tl.range(begin, blocks, P, num_stages=STAGES):
+            r = block * R + tl.arange(0, R)
+            v_r = tl.where(r > done + 1, x_r * scale, tl.where(r == done + 1, 1.0, 0.0))
+            if STAGES > 1:
+                tile = tl.load(
+                    a + block * R * S + tl.arange(0, R)[:, None] * S + c[None, :],
+                    mask=(c < block * R + R)[None, :], other=0.0,
+                )  # fmt: skip
+            else:
+                tile = coming
+                coming = _tile(a, block + P, blocks, c, S, R)
+            x_r = _entries(x, block + P, blocks, R)
+            along = tl.sum(tl.sum(tl.reshape(tile * v_c[None, :], (R, C // (L * H), H, L)), axis=1), axis=2)
+            # All of the square on the diagonal has been counted.
+            below += tl.where(c < block * R, tl.sum(tile * v_r[:, None], axis=0), 0.0)
+            tl.store(down + (start // C * H + tl.arange(0, H))[None, :] * S + r[:, None], along)
+            form += along * v_r[:, None]
+        tl.store(across + own * S + c, below, mask=c < room)
+        beside += below * v_c
+    tl.store(forms + own, tl.sum(tl.sum(form, axis=1), axis=0) + tl.sum(beside, axis=0))
 
 
 @triton.jit(do_not_specialize=["D", "columns", "met", "P"])
 def reduce_panel(
     a, pairs, diagonal, off, taus, x, across, down, sums, squares, forms, counter, D, S, first, columns, met, P,
-    PP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, R: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
+    PP: tl.constexpr, K: tl.constexpr, B: tl.constexpr, PARTS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, L: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Columns from ``first`` on of matrices ``a`` to tridiagonal form, as LAPACK's dlatrd; ``P`` programs a matrix.
 
@@ -198,11 +212,12 @@ def reduce_panel(
     compiled kernel is right for all widths. ``pairs``, ``[matrices, 2, K, S]``, gets reflectors v and companions w,
     for ``a - v w^T - w v^T``; ``a`` stays as it is, and of it rows are read up to their diagonal, and row j from there
     on. Programs of a matrix, PP at most, meet twice a column: when the column is known, of which each updates its own
-    share, and when the product of ``a`` with the reflector is, for which each takes every P-th block of R rows, all of
-    their columns at once: W is at least ``S - first``.
+    share, and when the product of ``a`` with the reflector is, for which each takes every P-th block of R rows, C of
+    their columns at a time.
 
-    Scratch: ``x`` the column; ``down`` sums along rows of ``a`` and ``across`` sums along columns, by program;
-    ``sums``, ``squares``, ``forms`` small products, by program. Rows and columns count from ``first``.
+    Scratch: ``x`` the column; ``down`` sums along rows of ``a``, by chunk and warp, PARTS in all; ``across`` sums along
+    columns, by program; ``sums``, ``squares``, ``forms`` small products, by program. Rows and columns count from
+    ``first``.
     """
     matrix = (tl.program_id(0) // P).to(tl.int64)
     own = tl.program_id(0) % P
@@ -215,14 +230,14 @@ def reduce_panel(
     off += matrix * S + first
     taus += matrix * S + first
     x += matrix * S + first
-    down += matrix * S + first
+    down += matrix * PARTS * S + first
     across += matrix * P * S + first
     sums += matrix * P * 2 * K
     squares += matrix * P
     forms += matrix * P
     counter += matrix
     q = tl.arange(0, PP)
-    c = tl.arange(0, W)
+    c = tl.arange(0, C)
     blocks = tl.cdiv(n, R)
     tau = tl.zeros((), dtype=tl.float64)
     scale = tl.zeros((), dtype=tl.float64)
@@ -231,11 +246,11 @@ def reduce_panel(
     for done in range(0, columns + 1):
         _share_of_column(
             a, v, w, diagonal, x, across, down, sums, squares, forms, own, n, room, S, P, done, columns,
-            tau, scale, with_v, with_w, row_v, row_w, PP, K, B,
+            tau, scale, with_v, with_w, row_v, row_w, PP, K, B, C, H, PARTS,
         )  # fmt: skip
         if done < columns:
             _arrive(counter)
-            begin = _first_block(done, own, P, R)
+            begin = _first_block(done + 1, own, P, R)
             coming = _tile(a, begin, blocks, c, S, R)  # while the others arrive
             _wait(counter, P * (met + 2 * done + 1))
 
@@ -252,154 +267,7 @@ def reduce_panel(
                 tl.store(off + done, beta)
                 tl.store(taus + done, tau)
             _share_of_product(
-                a, x, across, down, forms, coming, x_c, x_r, scale, begin, blocks, own, room, S, P, done, W, R, STAGES
+                a, x, across, down, forms, coming, x_c, x_r, scale, n, own, room, S, P, done, R, C, H, L, STAGES
             )  # fmt: skip
             _arrive(counter)
             _wait(counter, P * (met + 2 * done + 2))
-
-
-@triton.jit(do_not_specialize=["D", "length"])
-def bisect(diagonal, squares, low, high, values, D, length, HALVINGS: tl.constexpr, G: tl.constexpr, B: tl.constexpr):
-    """Eigenvalues of tridiagonal matrices between ``low`` and ``high``, from numbers of sign changes.
-
-    Minors are followed themselves, scaled every G steps, not their quotients: a step is two multiplications then, and
-    no division. ``squares`` are of the entries beside the diagonal, the first of them zero and none of the others so
-    small that a product of G / 2 vanishes; ``length``, a multiple of G, is how many there are of both.
-    """
-    matrix = tl.program_id(1).to(tl.int64)
-    which = tl.program_id(0) * B + tl.arange(0, B)
-    diagonal += matrix * length
-    squares += matrix * length
-    lower = tl.zeros((B,), dtype=tl.float64) + tl.load(low + matrix)
-    upper = tl.zeros((B,), dtype=tl.float64) + tl.load(high + matrix)
-    for _ in range(HALVINGS):
-        middle = 0.5 * (lower + upper)
-        before = tl.zeros((B,), dtype=tl.float64)
-        minor = before + 1.0
-        count = tl.zeros((B,), dtype=tl.int32)
-        for start in range(0, length, G):
-            for step in tl.static_range(G):
-                own = tl.load(diagonal + start + step) - middle
-                other = tl.load(squares + start + step)
-                following = own * minor - other * before
-                # A zero counts as positive: its neighbours differ in sign, so one change is seen either way.
-                count += ((following < 0) != (minor < 0)).to(tl.int32)
-                before, minor = minor, following
-            size = tl.maximum(tl.abs(minor), tl.abs(before))
-            power = size.to(tl.int64, bitcast=True) & 0x7FF0000000000000
-            factor = (0x7FE0000000000000 - power).to(tl.float64, bitcast=True)
-            before, minor = before * factor, minor * factor
-        above = count > which
-        upper = tl.where(above, middle, upper)
-        lower = tl.where(above, lower, middle)
-    tl.store(values + matrix * D + which, 0.5 * (lower + upper), mask=which < D)
-
-
-@triton.jit(do_not_specialize=["D"])
-def factor_shifted(diagonal, off, shifts, weights, least, ratios, shares, D, N: tl.constexpr, B: tl.constexpr):
-    """``L`` and ``weight / D`` of ``L D L^T = T + shift``, for N shifts of a matrix; ``[matrices, D, N]`` each.
-
-    A pivot below ``least``, which rounding alone can make, is taken for it.
-    """
-    matrix = tl.program_id(0).to(tl.int64)
-    p = tl.arange(0, B)
-    there = p < N
-    shift = tl.load(shifts + matrix * N + p, mask=there, other=1.0)
-    weight = tl.load(weights + matrix * N + p, mask=there, other=0.0)
-    small = tl.load(least + matrix)
-    pivot = shift * 0 + 1.0
-    beside = shift * 0
-    for i in range(0, D):
-        ratio = beside / pivot
-        pivot = tl.load(diagonal + matrix * D + i) + shift - ratio * beside
-        pivot = tl.where(pivot < small, small, pivot)
-        place = (matrix * D + i) * N + p
-        tl.store(ratios + place, ratio, mask=there)
-        tl.store(shares + place, weight / pivot, mask=there)
-        beside = shift * 0 + tl.load(off + matrix * D + i)
-
-
-@triton.jit(do_not_specialize=["n", "D"])
-def sum_forms(rows, ratios, shares, out, n, D, N: tl.constexpr, B: tl.constexpr):
-    """Sums over four poles of ``y^T (T + shift)^-1 y`` times their weights, for rows y; ``[matrices, N / 4, n]``.
-
-    ``rows`` are ``[matrices, D, n]``: neighbours in memory are entries of different rows.
-    """
-    matrix = tl.program_id(2).to(tl.int64)
-    group = tl.program_id(1)
-    i = tl.program_id(0) * B + tl.arange(0, B)
-    rows += matrix * D * n
-    ratios += matrix * D * N + group * 4
-    shares += matrix * D * N + group * 4
-    z0 = tl.zeros((B,), dtype=tl.float64)
-    z1, z2, z3 = z0, z0, z0
-    s0, s1, s2, s3 = z0, z0, z0, z0
-    for step in range(0, D):
-        y = tl.load(rows + step * n + i, mask=i < n, other=0.0).to(tl.float64)
-        place = step * N
-        z0 = y - tl.load(ratios + place) * z0
-        z1 = y - tl.load(ratios + place + 1) * z1
-        z2 = y - tl.load(ratios + place + 2) * z2
-        z3 = y - tl.load(ratios + place + 3) * z3
-        s0 += z0 * z0 * tl.load(shares + place)
-        s1 += z1 * z1 * tl.load(shares + place + 1)
-        s2 += z2 * z2 * tl.load(shares + place + 2)
-        s3 += z3 * z3 * tl.load(shares + place + 3)
-    tl.store(out + (matrix * (N // 4) + group) * n + i, (s0 + s1) + (s2 + s3), mask=i < n)
-
-
-@triton.jit(do_not_specialize=["D"])
-def twisted_vector(diagonal, off, values, least, ratios, pivots, vectors, D, B: tl.constexpr):
-    """Unit eigenvectors of tridiagonal matrices for their largest eigenvalues, ``values``, or a little above.
-
-    ``T - value`` is factored from both ends; where the two pivots leave least, the vector has its largest entry, and
-    the rest follows outwards from there. ``ratios`` and ``pivots``, ``[matrices, 2, D]``, are scratch.
-    """
-    matrix = tl.program_id(0).to(tl.int64)
-    diagonal += matrix * D
-    off += matrix * D
-    ratios += matrix * 2 * D
-    pivots += matrix * 2 * D
-    vectors += matrix * D
-    side = tl.arange(0, 2)
-    value = tl.load(values + matrix)
-    small = tl.load(least + matrix)
-    beside = tl.zeros((2,), dtype=tl.float64)
-    pivot = beside + 1.0
-    for i in range(0, D):
-        at = tl.where(side == 0, i, D - 1 - i)
-        pivot = (tl.load(diagonal + at) - value) - beside * beside / pivot
-        pivot = tl.where(tl.abs(pivot) < small, -small, pivot)
-        # Entry ``at`` of the first side reaches to the one after it, of the second to the one before.
-        to = tl.where(side == 0, at, at - 1)
-        beside = tl.load(off + to, mask=(to >= 0) & (to < D - 1), other=0.0)
-        tl.store(pivots + side * D + at, pivot)
-        tl.store(ratios + side * D + at, -beside / pivot)
-    tl.debug_barrier()
-    best = float("inf") + value * 0
-    twist = 0
-    for start in range(0, D, B):
-        places = start + tl.arange(0, B)
-        inside = places < D
-        left = tl.load(pivots + places, mask=inside, other=0.0) + tl.load(pivots + D + places, mask=inside, other=0.0)
-        left = tl.abs(left - (tl.load(diagonal + places, mask=inside, other=0.0) - value))
-        left = tl.where(inside & (left == left), left, float("inf"))
-        least_here, place = tl.min(left, axis=0, return_indices=True)
-        twist = tl.where(least_here < best, start + place, twist)
-        best = tl.where(least_here < best, least_here, best)
-    tl.store(vectors + twist, 1.0)
-    entry = tl.zeros((2,), dtype=tl.float64) + 1.0
-    total = tl.zeros((2,), dtype=tl.float64)
-    for step in range(1, D):
-        # Upwards by the ratios of the first side, downwards by those of the second.
-        at = tl.where(side == 0, twist - step, twist + step)
-        within = (at >= 0) & (at < D)
-        entry = entry * tl.load(ratios + side * D + at, mask=within, other=0.0)
-        total += entry * entry
-        tl.store(vectors + at, entry, mask=within)
-    tl.debug_barrier()
-    length = tl.sqrt(1.0 + tl.sum(total, axis=0)) + value * 0
-    for start in range(0, D, B):
-        places = start + tl.arange(0, B)
-        entries = tl.load(vectors + places, mask=places < D, other=0.0)
-        tl.store(vectors + places, entries / length, mask=places < D)

@@ -22,11 +22,14 @@ from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 LEAST_WIDTH = 256  # below it a library's decomposition is about as fast
 LEAST_MATRICES = 4  # one matrix alone is better left to a library
 
-TILE_WIDTHS, TILE_ROWS = (1024, 2048), 4  # of a matrix that a program holds at a time, and as much is on its way
+TILE_ROWS, TILE_WIDTHS = 4, (512, 1024)  # of a matrix that a program holds at a time, and as much is on its way
+TILES = 2  # side by side, at most: then they are wider
+LANES = 64  # neighbouring columns of a tile that one warp has
 TILE_STAGES = 3  # above one, tiles on their way are kept in shared memory, so many less one where there is room
 SHARED_BYTES = 8 << 10  # of shared memory for all else
-SHARE = 64  # a program's share of a column is a multiple of it
-WARPS = 8
+SHARE = 32  # a program's share of a column is a multiple of it
+WARPS = 4
+TOGETHER = 2  # programs on a processor: while one waits for others the other goes on
 FEW_PROGRAMS, MOST_PROGRAMS = 16, 32  # that share a matrix: kernels are made for the one or the other
 ALIGNED = 16  # lengths of rows are multiples of it: one compiled kernel for all widths
 
@@ -45,21 +48,22 @@ EPS = torch.finfo(torch.float64).eps
 def fits(matrices: Tensor) -> bool:
     """Whether these matrices are better taken together by the kernels than one by one by a library."""
     many, width = matrices.shape[0], matrices.shape[-1]
-    right = matrices.dtype == torch.float64 and many >= LEAST_MATRICES and LEAST_WIDTH <= width <= TILE_WIDTHS[-1]
-    return right and kernels_run(matrices.device)
+    right = LEAST_WIDTH <= width <= TILES * TILE_WIDTHS[-1] and many >= LEAST_MATRICES
+    return right and matrices.dtype == torch.float64 and kernels_run(matrices.device)
 
 
 def programs_each(many: int, processors: int) -> int:
-    """Programs that share a matrix, one a processor: they wait for one another, so all must run at once."""
-    return min(MOST_PROGRAMS, max(1, processors // many))
+    """Programs that share a matrix: they wait for one another, so all must run at once, TOGETHER on a processor."""
+    return min(MOST_PROGRAMS, max(1, TOGETHER * processors // many))
 
 
 def tile_of(width: int, shared: int | None = None) -> dict[str, int]:
-    """The least tile as wide as what is left of a matrix, and its stages: as many as so much shared memory holds."""
-    wide = next((one for one in TILE_WIDTHS if width <= one), 0)
-    assert wide, "wider than any tile: ``fits`` says so"
-    room = TILE_STAGES if shared is None else 1 + (shared - SHARED_BYTES) // (8 * TILE_ROWS * wide)
-    return {"W": wide, "R": TILE_ROWS, "STAGES": max(1, min(TILE_STAGES, room))}
+    """The least tile of which TILES are as wide as what is left of a matrix, and how many are held or on their way: as
+    many as a program's part of so much shared memory has room for."""
+    wide = next((one for one in TILE_WIDTHS if width <= TILES * one), 0)
+    assert wide, "wider than any tiles: ``fits`` says so"
+    room = TILE_STAGES if shared is None else 1 + (shared // TOGETHER - SHARED_BYTES) // (8 * TILE_ROWS * wide)
+    return {"R": TILE_ROWS, "C": wide, "STAGES": max(1, min(TILE_STAGES, room))}
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class Tridiagonal:
         least = EPS * values[:, -1].clamp_min(0)
         if not _by_kernels(turned):
             return _plain_forms(turned, self.diagonal, self.off, shifts, weights)
-        kernels, (many, width, n) = kernels_of("tridiagonal"), turned.shape
+        kernels, (many, width, n) = kernels_of("shifted"), turned.shape
         ratios, shares = self.diagonal.new_empty(2, many, width, POLE_COUNT)
         kernels.factor_shifted[(many,)](
             self.diagonal, _filled(self.off), shifts.contiguous(), weights.contiguous(), least.contiguous(),
@@ -166,7 +170,8 @@ def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], pr
     a = whole[:, :width, :width]
     torch.mul(matrices, scale, out=a)
     pairs, across, sums = new(many, 2, panel, stride), new(many, each, stride), new(many, each, 2, panel)
-    diagonal, off, taus, x, down = (new(many, stride) for _ in range(5))
+    diagonal, off, taus, x = (new(many, stride) for _ in range(4))
+    down = new(many, TILES * WARPS, stride)
     squares, forms = new(many, each), new(many, each)
     counter = torch.zeros(many, dtype=torch.int32, device=matrices.device)
     options: dict[str, Any] = {"num_warps": WARPS, "PP": FEW_PROGRAMS if each <= FEW_PROGRAMS else MOST_PROGRAMS}
@@ -178,7 +183,7 @@ def _reduced(matrices: Float[Tensor, "m d d"], scale: Float[Tensor, "m 1 1"], pr
         kernels.reduce_panel[(many * each,)](
             whole, pairs, diagonal, off, taus, x, across, down, sums, squares, forms, counter,
             width, stride, first, columns, 2 * first, each,
-            K=panel, B=SHARE, **tile_of(stride - first, shared), **options,
+            K=panel, B=SHARE, H=WARPS, L=LANES, PARTS=TILES * WARPS, **tile_of(stride - first, shared), **options,
         )  # fmt: skip
         after = first + columns
         if after < width:
@@ -203,7 +208,7 @@ def eigenvalues(diagonal: Float[Tensor, "m d"], off: Float[Tensor, "m e"]) -> Fl
 
 def _bisected(d: Float[Tensor, "m d"], e: Float[Tensor, "m e"]) -> Float[Tensor, "m d"]:
     """Of matrices of norm one."""
-    kernels, (many, width) = kernels_of("tridiagonal"), d.shape
+    kernels, (many, width) = kernels_of("shifted"), d.shape
     length = -(-width // kernels.GROUP) * kernels.GROUP
     # What fills up the last group is a matrix by itself with eigenvalues above all that are looked for.
     filled = torch.nn.functional.pad(d, (0, length - width), value=4.0)
@@ -264,7 +269,7 @@ def poles(
 def leading_vector(t: Tridiagonal, value: Float[Tensor, "m"]) -> Float[Tensor, "m d"]:
     """Unit eigenvectors of the full matrices for their largest eigenvalues, which are given; NaN gives NaN."""
     if _by_kernels(t.diagonal):
-        kernels, (many, width) = kernels_of("tridiagonal"), t.diagonal.shape
+        kernels, (many, width) = kernels_of("shifted"), t.diagonal.shape
         size = torch.where(value == 0, 1.0, value.abs())[:, None]
         # A little above, so that the shifted matrix is definite and no pivot grows.
         above = value / size[:, 0] + 4 * EPS
