@@ -2,15 +2,19 @@
 
 import ast
 import bz2
+import contextlib
 import gzip
 import hashlib
+import inspect
 import io
 import lzma
+import re
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
 
@@ -238,6 +242,73 @@ def test_docstrings_are_not_fooled():
     source = 'x = """no\n"""\n# """ no\ny = "\'\'\'"\ndef f():\n    """yes \\" yes"""\n    return \'"""\'\n'
     source += "\n'''also'''\nb\"\"\"no\"\"\"\n"
     assert list(docstrings(source)) == ['yes " yes', "also"]
+
+
+SLOW_LITERAL = re.compile(
+    r"#[^\n]*|(?P<own>(?:(?<=\n)|^)[ \t]*[rRuU]?)?(?P<string>[rRbBuUfF]{0,2}(?:"
+    r"\"\"\"(?:[^\"\\]|\\.|\"(?!\"\"))*+\"\"\"|'''(?:[^'\\]|\\.|'(?!''))*+'''|"
+    r"\"(?:[^\"\\\n]|\\.)*+\"|'(?:[^'\\\n]|\\.)*+'))",
+    re.DOTALL,
+)
+
+
+def slow_docstrings(source):
+    """Every comment and every literal is a match of its own; those in triple quotes that begin a line are kept."""
+    for match in SLOW_LITERAL.finditer(source):
+        body = (match["string"] or "").lstrip("rRuU")
+        if match["own"] is not None and body[:3] in ('"""', "'''"):
+            if "\\" not in body:
+                yield inspect.cleandoc(body[3:-3])
+                continue
+            with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield inspect.cleandoc(ast.literal_eval(match["own"].lstrip() + match["string"]))
+
+
+PIECES = ('"""', "'''", '"', "'", "\n", "\n    ", "#", "r", "b", "x ", "\\", '\n"""a"""', "\n'''b\n'''", "\tu")
+
+
+def test_docstrings_are_those_of_one_literal_after_another(seed):
+    random, met = np.random.default_rng(seed), 0
+    for _ in range(2000):
+        source = "".join(random.choice(PIECES, size=random.integers(1, 16)))
+        expected = list(slow_docstrings(source))
+        assert list(docstrings(source)) == expected, source
+        met += len(expected)
+    assert met > 300
+    assert list(docstrings('r"""first \\d"""\n"""never ended\n')) == ["first \\d"]
+
+
+@pytest.mark.parametrize(
+    "mark, left",
+    [
+        ("`one`", "one"),
+        ("``one``", "one"),
+        ("**one**", "one"),
+        ("*one*", "one"),
+        ("2 * 3", "2 * 3"),
+        ("a*b", "a*b"),
+        ("one:: two", "one two"),
+        ("one::two", "one::two"),
+        ("one  two", "one two"),
+        ("one  two  three", None),
+        ("one\t  two  three", "one two three"),
+        ("one ::= two", None),
+        ("one -- two --- three", "one -- two --- three"),
+        ("one ---- two", None),
+        ("one ==== two", None),
+        ("one # two", None),
+        ("one #two", "one #two"),
+    ],
+)
+def test_marks_and_what_is_no_prose(mark, left):
+    around = "Some words of prose that stand before it {} and others that come after it in the same line."
+    assert prose(around.format(mark)) == ("" if left is None else around.format(left))
+
+
+def test_prose_of_a_least_length():
+    assert prose("a" * 39) == "" and prose("a" * 40) == "a" * 40
+    assert prose(f"{'a' * 20}\n{'a' * 19}") == f"{'a' * 20} {'a' * 19}"
 
 
 def test_prose():

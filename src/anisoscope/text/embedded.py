@@ -26,19 +26,26 @@ LEFT_OUT = frozenset({"test", "tests", "idlelib", "lib2to3", "turtledemo", "pydo
 LEAST_LETTERS = 0.72  # share of letters and spaces in a paragraph of prose; programs and tables have fewer
 LEAST_CHARACTERS = 40  # shorter paragraphs are labels
 
-# Comments and strings in the order they stand, so that a quote inside one is not taken for the start of another.
+# Comments and strings are passed over in the order they stand, so that a quote inside one is not taken for the start of
+# another. One match runs to the next string in triple quotes that begins a line, or to the end: one for every literal
+# would take several times as long.
+_TRIPLE = r"(?:\"\"\"(?:[^\"\\]++|\\.|\"(?!\"\"))*+\"\"\"|'''(?:[^'\\]++|\\.|'(?!''))*+''')"
+_SINGLE = r"(?:\"(?:[^\"\\\n]++|\\.)*+\"|'(?:[^'\\\n]++|\\.)*+')"
+_OWN = r"[ \t]*+[rRuU]?+"
+_STRING = rf"[rRuU]{{0,2}}+{_TRIPLE}"
 _LITERAL = re.compile(
-    r"#[^\n]*+|"
-    r"(?P<own>(?:(?<=\n)|^)[ \t]*+[rRuU]?+)?+"
-    r"(?P<string>[rRbBuUfF]{0,2}+(?:\"\"\"(?:[^\"\\]|\\.|\"(?!\"\"))*+\"\"\"|'''(?:[^'\\]|\\.|'(?!''))*+'''|"
-    r"\"(?:[^\"\\\n]|\\.)*+\"|'(?:[^'\\\n]|\\.)*+'))",
+    rf"(?:[^\"'#\n]++|#[^\n]*+|\n(?!{_OWN}{_STRING})|{_TRIPLE}|{_SINGLE}|[\"'])*+"
+    rf"(?:\n(?P<own>{_OWN})(?P<string>{_STRING}))?+",
     re.DOTALL,
 )
 _ROLE = re.compile(r":[a-zA-Z:]{2,20}:(?=`)")
 _DIRECTIVE = re.compile(r"^\s*+(?:\.\. |:[a-z]+ ?[\w ]*:)")
 _UNDERLINE = re.compile(r"^\s*+([-=*~^\"+#])\1{2,}+\s*+$")
-_MARKS = re.compile(r"``|`|\*\*|(?<!\w)\*(?=\w)|(?<=\w)\*(?!\w)|::(?=\s|$)")
-_NO_PROSE = re.compile(r"::=|-{4,}|={4,}| # |\S  ++\S.*\S  ++\S")  # grammars, tables, programs with remarks
+# Every branch of the next two begins with a character, not with a look around it: the search then goes from one such
+# character to the next.
+_MARKS = re.compile(r"`|\*(?:\*|(?<!\w\*)(?=\w)|(?<=\w\*)(?!\w))|::(?=\s|$)")
+_NO_PROSE = re.compile(r"::=|-{4}|={4}| (?:# | (?<=\S  ) *+\S.*\S  ++\S)")  # grammars, programs with remarks, tables
+_BLANK_LINE, _SPACES = re.compile(r"\n[ \t]*+\n"), re.compile(r"\s{2,}+")
 _LETTERS = dict.fromkeys(map(ord, string.ascii_letters + " "))
 
 
@@ -88,21 +95,19 @@ def _source(path: Path) -> str:
 def docstrings(source: str) -> Iterator[str]:
     """Strings in triple quotes that stand as a statement of their own, in order: docstrings, read without parsing.
 
-    Parsing the whole library would take several seconds; this takes one.
+    Parsing the whole library would take several seconds; this takes a fraction of one.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # escapes that Python has come to dislike are its own affair
-        found = [
-            _value(match["own"], match["string"]) for match in _LITERAL.finditer(source) if match["own"] is not None
-        ]
+        # The break before the first line makes it begin as any other.
+        literals = (match for match in _LITERAL.finditer("\n" + source) if match["own"] is not None)
+        found = [_value(match["own"], match["string"]) for match in literals]
     return (inspect.cleandoc(value) for value in found if value is not None)
 
 
 def _value(own: str, literal: str) -> str | None:
-    """The string that a literal in triple quotes stands for; None for other literals."""
+    """The string that a literal in triple quotes stands for; None where Python takes it for none."""
     body = literal.lstrip("rRuU")
-    if body[:3] not in ('"""', "'''"):
-        return None
     if "\\" not in body and "\0" not in body:
         return body[3:-3]  # nothing in it stands for anything else
     try:
@@ -115,7 +120,9 @@ def _value(own: str, literal: str) -> str | None:
 def prose(text: str) -> str:
     """The paragraphs of prose in reStructuredText: without examples, literal blocks, directives, tables and marks."""
     kept = []
-    for paragraph in re.split(r"\n[ \t]*+\n", text):
+    for paragraph in _BLANK_LINE.split(text):
+        if len(paragraph) < LEAST_CHARACTERS:
+            continue  # nothing below makes it longer
         lines = []
         for line in paragraph.split("\n"):
             if line.lstrip().startswith((">>>", "...")):
@@ -125,7 +132,7 @@ def prose(text: str) -> str:
         if _NO_PROSE.search("\n".join(lines)):
             continue
         joined = _MARKS.sub("", _ROLE.sub("", " ".join(filter(None, lines))))
-        joined = re.sub(r"\s{2,}+", " ", joined).strip()
+        joined = _SPACES.sub(" ", joined).strip()
         if len(joined) >= LEAST_CHARACTERS:
             letters = len(joined) - len(joined.translate(_LETTERS))
             if letters >= LEAST_LETTERS * len(joined):
