@@ -95,12 +95,13 @@ def account(
         inside = (rows < K) & (columns < K)
         held = tl.load(second + places, mask=inside, other=0.0) * tl.load(own + places, mask=inside, other=0.0)
         total = tl.sum(tl.sum(held, axis=1), axis=0)
+        both = tl.zeros((P, W), dtype=tl.float64)
         for start in range(0, D, W):
             k = start + tl.arange(0, W)[None, :]
             there = (rows < K) & (k < D)
             at = fit * K * D + rows * D + k
-            both = tl.load(pull + at, mask=there, other=0.0) * tl.load(fresh + at, mask=there, other=0.0)
-            total -= 2 * tl.sum(tl.sum(both, axis=1), axis=0)
+            both += tl.load(pull + at, mask=there, other=0.0) * tl.load(fresh + at, mask=there, other=0.0)
+        total -= 2 * tl.sum(tl.sum(both, axis=1), axis=0)
         whole = tl.load(size + fit)
         now = tl.maximum(whole + total, 0.0) / whole
         before = tl.load(error + fit)

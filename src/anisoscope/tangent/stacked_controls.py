@@ -253,7 +253,13 @@ def _by_kernel(
     (sites, bases, width, k), b, groups, z = q.shape, len(near), moments.groups.shape[1], drawn.z
     mean, flat, lines = moments.mean[:, None], z.view(b * k, width), (bases + 1) * k
     scatter = moments.scatter()
-    images = flat @ scatter.view(sites * width, width).mT
+    if near.dtype == torch.float32 and width >= PARTED_WIDTH:
+        images, forms, groups_near = _images_in_halves(moments.groups, scatter, near)
+    else:
+        images, groups_near = flat @ scatter.view(sites * width, width).mT, moments.groups.to(near.dtype)
+        forms = (near.view(b * k, width) @ groups_near.reshape(-1, width).mT).view(
+            b, k * sites * groups, width
+        ) @ near.mT
     each = images.view(b, k, sites, width).permute(2, 0, 1, 3).reshape(sites * b, k, width)
     rows = torch.cat([x, q], dim=1).mT.reshape(sites, lines + bases * k, width)
     held = rows @ scatter
@@ -267,7 +273,7 @@ def _by_kernel(
         drawn.off, against, columns @ columns.mT, images.view(b, k * sites, width) @ z.mT, each @ each.mT,
         held[:, :lines] @ images.view(b * k, sites, width).permute(1, 2, 0),
         held[:, lines:] @ torch.cat([rows[:, lines:], held[:, lines:]], dim=1).mT,
-        *_of_groups(moments, rows[:, :lines], near),
+        forms, *_of_groups(groups_near, rows[:, :lines].to(near.dtype), near, groups),
         scatter.diagonal(dim1=1, dim2=2).sum(dim=1), torch.linalg.vector_norm(scatter.flatten(1), dim=1),
         energies, left[0], left[1], whole, moments.n, sites, bases, b, groups,
         K=k, P=places, num_warps=max(1, places * places // kernels.PER_WARP),
@@ -276,21 +282,29 @@ def _by_kernel(
 
 
 def _of_groups(
-    moments: Moments, rows: Float[Tensor, "s lines d"], near: Float[Tensor, "b k d"]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``Z^T M Z``, ``X^T M X`` and ``X^T M Z`` of each group as their products leave them, with nothing rearranged."""
-    sites, count, width, _ = moments.groups.shape
-    if not count:
-        return rows, rows, rows  # nobody reads them
-    groups, b, k = moments.groups.to(near.dtype).contiguous(), *near.shape[:2]
-    flat, x = near.view(b * k, width), rows.to(near.dtype)
-    if near.dtype == torch.float32 and width >= PARTED_WIDTH:
-        images, size = _in_halves(flat, groups)
-        forms = (images.view(b, k * sites * count, width) @ near.mT).view(b, k, -1, k).div_(size[:, None]).flatten(1, 2)
-    else:
-        forms = (flat @ groups.view(-1, width).mT).view(b, k * sites * count, width) @ near.mT
-    held = x[:, None] @ groups
-    return forms, held.flatten(1, 2) @ x.mT, held.view(-1, width) @ flat.mT
+    moments: Float[Tensor, "s g d d"], x: Float[Tensor, "s lines d"], near: Float[Tensor, "b k d"], count: int
+) -> tuple[Float[Tensor, "s gx lines"], Float[Tensor, "sgx bk"]]:
+    """``X^T M X`` and ``X^T M Z`` of each group, the first ``count`` of these moments, as their products leave them."""
+    held = (x[:, None] @ moments)[:, :count].flatten(1, 2)
+    return held @ x.mT, held.flatten(0, 1) @ near.flatten(0, 1).mT
+
+
+def _images_in_halves(
+    groups: Float[Tensor, "s g d d"], scatter: Float[Tensor, "s d d"], near: Float[Tensor, "b k d"]
+) -> tuple[Float[Tensor, "bk sd"], Float[Tensor, "b ksg k"], Float[Tensor, "s more d d"]]:
+    """``C z`` of the scatter and every draw, float64, ``Z^T M Z`` of each group, and all these moments in float32.
+
+    Wide moments were formed on tensor cores themselves and have no more digits than products in halves keep.
+    """
+    (sites, count, width, _), (b, k, _) = groups.shape, near.shape
+    moments = near.new_empty(sites, count + 1, width, width)
+    moments[:, :count], moments[:, count] = groups, scatter
+    images, size = _in_halves(near.flatten(0, 1), moments)
+    forms = (images.view(b, -1, width) @ near.mT).view(b, k, -1, k).div_(size[:, None])
+    of_scatter = (
+        images.view(b * k, sites, count + 1, width)[:, :, count] / size.view(sites, -1)[:, count, None].double()
+    )
+    return of_scatter.flatten(1), forms.unflatten(2, (sites, -1))[:, :, :, :count].reshape(b, -1, k), moments
 
 
 def _in_halves(
