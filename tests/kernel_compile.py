@@ -6,7 +6,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from anisoscope.kernels import codes, controls, factors, grams, jacobi, nearest, pairs, rows, tridiagonal, types, visits
+from anisoscope.kernels import (
+    codes,
+    controls,
+    factors,
+    grams,
+    jacobi,
+    nearest,
+    pairs,
+    rows,
+    shifted,
+    tridiagonal,
+    types,
+    visits,
+)
 
 TARGET = GPUTarget("cuda", 90, 32)
 BUILT = set()
@@ -15,15 +28,27 @@ INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "swe
             "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws")  # fmt: skip
 STRIDES = {"site_stride": "i64", "row_stride": "i32"}
 COLUMNS = {"share": "i32", "weights": "*fp64", "total": "*fp64", "most": "*fp32", **STRIDES}
+AGAIN = {"places": "*i64", "own": "*i64", "left_out": "*i1", "least": "*fp64", "where": "*i32", "many": "i32"}
+CENTRED = STRIDES | {"out_stride": "i64", "lengths": "*fp64", "about": "*fp64", "cell": "*i64", "place": "*i64"}
 CELLS = {"bounds": "*i64", "out": "*fp64", "cells": "i32"}
 CELLS |= dict.fromkeys(("row_site", "row_stride", "out_site", "out_cell"), "i64")
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
 TRIDIAGONAL = {
-    tridiagonal.reduce_panel: {"PP": 16, "K": tridiagonal.PANEL, "W": 2048, "R": 4, "B": 64, "STAGES": 1},
-    tridiagonal.bisect: {"HALVINGS": 55, "G": tridiagonal.GROUP, "B": 64},
-    tridiagonal.factor_shifted: {"N": 36, "B": 64},
-    tridiagonal.sum_forms: {"N": 36, "B": 128},
-    tridiagonal.twisted_vector: {"B": 256},
+    tridiagonal.reduce_panel: {
+        "PP": 16,
+        "K": tridiagonal.PANEL,
+        "B": 32,
+        "PARTS": 8,
+        "R": 4,
+        "C": 1024,
+        "H": 4,
+        "L": 64,
+        "STAGES": 3,
+    },
+    shifted.bisect: {"HALVINGS": 55, "G": shifted.GROUP, "B": 64},
+    shifted.factor_shifted: {"N": 36, "B": 64},
+    shifted.sum_forms: {"N": 36, "B": 128},
+    shifted.twisted_vector: {"B": 256},
 }
 
 
@@ -35,7 +60,7 @@ def wide(kernel):
 
 def kernels():
     """Names of all kernels that are launched; what begins with an underscore is part of others."""
-    modules = (codes, controls, factors, grams, jacobi, nearest, pairs, rows, tridiagonal, types, visits)
+    modules = (codes, controls, factors, grams, jacobi, nearest, pairs, rows, shifted, tridiagonal, types, visits)
     every = [one for module in modules for one in vars(module).values() if isinstance(one, triton.JITFunction)]
     return {one.fn.__name__ for one in every if not one.fn.__name__.startswith("_")} - PARTS
 
@@ -113,9 +138,21 @@ def main():
             lengths="*i32",
         ),
         "column_sums": compiled(rows.column_sums, tile | {"WEIGHTED": True}, **COLUMNS),
-        "centre_rows": compiled(rows.centre_rows, tile, out="*fp64", lengths="*fp64", out_stride="i64", **STRIDES),
+        "centre_rows": compiled(rows.centre_rows, tile | {"PLACED": False}, out="*fp64", **CENTRED),
+        "centre_rows by cell": compiled(rows.centre_rows, tile | {"PLACED": True}, **CENTRED),
         "mend_within": compiled(
             rows.mend_within, {"C": 64, "K": 32}, out="*fp64", sure="*i1", order="*i64", strides="*i32", lengths="*i32"
+        ),
+        **{
+            f"nearest_again, {name}": compiled(
+                rows.nearest_again,
+                {"MASKED": name == "masked", "R": 4, "C": 64, "K": 32},
+                **AGAIN | {"share": "i32"},
+            )
+            for name in ("masked", "whole")
+        },
+        "merge_again": compiled(
+            rows.merge_again, {"P": 512}, distances="*fp64", indices="*i64", settled="*i1", **AGAIN
         ),
         "warm_codes": compiled(visits.warm_codes, visit, settled="fp32"),
         "half_step": compiled(visits.half_step, visit | {"S": 4}, **flags),
@@ -166,7 +203,9 @@ def main():
     }
     found |= {kernel.__name__: compiled(kernel, sizes, **wide(kernel)) for kernel, sizes in TRIDIAGONAL.items()}
     found["reduce_panel, narrow"] = compiled(
-        tridiagonal.reduce_panel, TRIDIAGONAL[tridiagonal.reduce_panel] | {"W": 1024}, **wide(tridiagonal.reduce_panel)
+        tridiagonal.reduce_panel,
+        TRIDIAGONAL[tridiagonal.reduce_panel] | {"C": 512, "STAGES": 1},
+        **wide(tridiagonal.reduce_panel),
     )
     print(json.dumps({"shared": found, "forgotten": sorted(kernels() - BUILT)}))
 

@@ -44,6 +44,7 @@ CAUSAL, KERNELS, STACKED = "tests/test_causal_report.py", "tests/test_kernels.py
 LEADING, TRIDIAGONAL = "tests/test_leading.py", "tests/test_tridiagonal.py"
 JACOBI, GRAMS = "tests/test_small_eigh.py", "tests/test_grams.py"
 WAITS, TYPES = "tests/test_waits.py", "tests/test_type_kernel.py"
+SHARING = "tests/test_stacked_sharing.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
     Mutant(A, "(float(total @ total) - n) / (n * (n - 1))", "float(total @ total) / n**2", (ORACLES,)),
@@ -270,7 +271,7 @@ MUTANTS = [
     Mutant("kernels/rows.py", "held.to(tl.float64) / unit", "held.to(tl.float64)", (KERNELS,), "within"),
     Mutant("kernels/rows.py", "tl.minimum((part + 1) * share, n)", "(part + 1) * share", (KERNELS,), "visits"),
     Mutant("kernels/rows.py", "sums += one * tl.load(right", "sums += tl.load(right", (KERNELS,), "visits"),
-    Mutant("measures/stacked.py", "torch.maximum(sums.most, -sums.least)", "sums.most", (KERNELS,), "visits"),
+    Mutant("measures/stacked_sums.py", "torch.maximum(sums.most, -sums.least)", "sums.most", (KERNELS,), "visits"),
     Mutant("measures/tridiagonal.py", "(small.mT @ vectors)", "(small @ vectors)", (TRIDIAGONAL,), "library"),
     Mutant("kernels/rows.py", "tl.where(values == 0.0, 0.0, values)", "values", (KERNELS,), "copies"),
     Mutant(
@@ -385,7 +386,7 @@ MUTANTS = [
     Mutant(
         "monitoring/tangents_together.py", "        g *= sent(factors, g)", "        g = sent(factors, g)", (STACKED,)
     ),
-    Mutant("monitoring/stacking.py", "* sent(factors, rows)[:, None, None]", "", (STACKED,)),
+    Mutant("monitoring/stacking.py", "        rows *= sent(", "        rows * sent(", (SHARING,)),
     Mutant(
         "monitoring/tangents_told.py",
         "            asked._keep(views[site], kind, pair)",
@@ -420,6 +421,37 @@ MUTANTS = [
     Mutant("tangent/stacked_fits.py", "(wait or self.asked.there()) and not", "not", (WAITS,)),
     Mutant("monitoring/tangents_told.py", "ordinary = np.isfinite(drawn[1", "ordinary = np.isfinite(drawn[0", (WAITS,)),
     Mutant("monitoring/tangents_told.py", "[next(each) if good else None for", "[next(each, None) for", (WAITS,)),
+    Mutant("kernels/rows.py", "(c[None, :] != here[:, None])", "(c[None, :] >= 0)", (STACKED,), "by_a_kernel"),
+    Mutant(
+        "kernels/rows.py",
+        "near_at, tl.where(value < far, first + slot, far_at)",
+        "near_at, far_at",
+        (STACKED,),
+        "by_a_kernel",
+    ),
+    Mutant("measures/neighbors_gpu.py", "settled | left_out[at]", "settled", (STACKED,), "by_a_kernel"),
+    Mutant("kernels/rows.py", "site * count + tl.load(cell", "tl.load(cell", (KERNELS,), "visits"),
+    Mutant("kernels/rows.py", "to = tl.load(place + at", "tl.load(place + at", (KERNELS,), "visits"),
+    Mutant("measures/cells.py", "- begins[number] + number * max(counts)", "", (SHARING,)),
+    Mutant("measures/stacked_sums.py", "    whole.baddbmm_(apart.mT, apart)", "    pass", (SHARING,)),
+    Mutant("measures/stacked_sums.py", "cells.counts.sqrt()[:, None]", "1.0", (SHARING,)),
+    Mutant(
+        "measures/stacked_sums.py",
+        "_runs(rows).flatten(1, 2) - seen",
+        "_runs(centred.rows).flatten(1, 2) - 0 * seen",
+        (SHARING,),
+    ),
+    Mutant("measures/stacked_sums.py", "torch.maximum(seen.size, largest.float())", "seen.size", (KERNELS,), "visits"),
+    Mutant("monitoring/tangents_together.py", "sums.by_cell.cells is not cells else", "False else", (SHARING,)),
+    Mutant("monitoring/tangents_together.py", "by_half = by_half.of_sites(some)", "pass", (SHARING,)),
+    Mutant(
+        "monitoring/tangents_together.py",
+        "near.longest[place] < math.inf",
+        "near.longest[place] <= math.inf",
+        (SHARING,),
+    ),
+    Mutant("monitoring/stacking.py", "min(-math.frexp(one)[1], MOST_EXPONENT)", "-math.frexp(one)[1]", (SHARING,)),
+    Mutant("monitoring/stacking.py", "shared, self.shared = self.shared, None", "shared = self.shared", (SHARING,)),
 ]
 
 

@@ -9,8 +9,20 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from kernel_cases import brute_force, draw
 
-from anisoscope.measures import leading, neighbors_fused, row_kernels, stacked, stacked_masked, stacked_neighbors
+from anisoscope.measures import (
+    leading,
+    neighbors_fused,
+    neighbors_gpu,
+    row_kernels,
+    stacked,
+    stacked_masked,
+    stacked_neighbors,
+    stacked_sums,
+)
+from anisoscope.measures.cells import Cells
+from anisoscope.measures.found import Found
 from anisoscope.measures.spectrum import trace_bias
+from anisoscope.tangent import stacked_fits
 from anisoscope.tangent import visits as visits_of
 from anisoscope.tangent.descent import solved, swept
 
@@ -95,18 +107,117 @@ def masked():
     found = stacked_masked.begin(rows)()
     # Made certain in the end: by float64, all sites at once, and site by site where that leaves something.
     neighbors_fused.SHORTEST, neighbors_fused.SPARE, neighbors_fused.AGAIN = 2, 0, 1
-    doubtful = stacked_masked.begin(rows)()
-    stacked_masked.mended = lambda rows, k, found, copy, most: found
+    finish = stacked_masked.begin(torch.stack([rows[0], rows[2], rows[1]]))
+    doubtful = finish()[::2]
+    # The same by the kernel, which is asked once and leaves nothing.
+    asked, by_kernel = list[list[int]](), row_kernels.nearest_again
+
+    def kept(rows, left_out, places, *rest):
+        asked.append(places.tolist())
+        by_kernel(rows, left_out, places, *rest)
+
+    neighbors_gpu.kernels_run, row_kernels.nearest_again = lambda device: True, kept
+    stacked_masked.settle, row_kernels.AGAIN_TILE = None, (64, 256, 16)
+    measured = finish()[::2]
+    assert asked == [[0, 2]], "both sites that have rows in doubt, at once"
+    stacked_masked.settle = neighbors_gpu.settle
+    stacked_masked.mended = lambda rows, k, found, copy, most, places: found
     rough = stacked_masked.begin(rows[1:2])()[0]
     return {
         "value": [
             two.value / one.value - 1
-            for one, two in zip(2 * plain[:2], [*found[:2], *doubtful[:2]], strict=True)
+            for one, two in zip(3 * plain[:2], [*found[:2], *doubtful, *measured], strict=True)
         ],
         "stderr": [two.stderr / one.stderr - 1 for one, two in zip(plain[:2], found[:2], strict=True)],
         "same": [(one.n, one.notes) == (two.n, two.notes) for one, two in zip(plain[:2], found[:2], strict=True)],
         "copies": plain[1].n, "rough": rough.value / plain[1].value - 1, "empty": found[2] is None,
     }  # fmt: skip
+
+
+def again():
+    """Rows in doubt of some sites, measured against all others by the kernel, beside brute force and the plain way.
+
+    One site lies far from the origin, one holds copies that are left out and rows in a grid, with many as near as each
+    other, one has an entry that is not finite; the numbers of rows, entries and shares fill no program.
+    """
+    row_kernels.AGAIN_TILE, row_kernels.AGAIN_SHARES = (4, 32, 16), 3
+    n, places, most = 150, [0, 1, 3, 4], 6
+    grid = torch.randint(0, 3, (n, 37), generator=torch.Generator().manual_seed(5)).float()
+    grid[:, 5:] = 0
+    rows = torch.stack([draw(n, 37), grid + 100, draw(n, 37), draw(n, 37, seed=1) + 1000, draw(n, 37, seed=2)])
+    rows[4, 140, 36] = torch.inf
+    rows[0, 149], rows[0, 7], rows[0, 80] = rows[0, 3], rows[0, 3], rows[0, 3] + 1e-6
+    left_out = stacked_neighbors._copies(rows)[0]
+    left_out[1] = torch.arange(n) % 3 == 1  # of those that are as near as each other
+    wrong = torch.zeros(5, n, dtype=torch.bool)
+    for site, some in enumerate(([3, 80, 148, 149], [0, 2, 3, 5, 6, 8, 9, 11], [1], [0, 63, 64, 99, 149], [0, 140])):
+        wrong[site, some] = True
+    broken = [Found(torch.full((n, 2), 7.0, dtype=torch.float64), torch.full((n, 2), 9), ~one) for one in wrong]
+    out = {}
+    for name, left in (("masked", left_out), ("whole", None)):
+        given = [broken[place] for place in places]
+        neighbors_gpu.kernels_run = lambda device: False
+        plain = neighbors_gpu.mended(rows[:4], 2, given[:3], None if left is None else left[:4], most, places[:3])
+        neighbors_gpu.kernels_run = lambda device: True
+        found = neighbors_gpu.mended(rows, 2, given, left, most, places)
+        out[name] = [
+            mended_well(rows[place], found[at], plain[at], wrong[place], None if left is None else left[place], most)
+            for at, place in enumerate(places[:3])
+        ]
+        odd = found[3]
+        out[name].append([odd.settled.nonzero().numel(), int(odd.distances.isnan().sum()), 0])
+    assert all(bool((one.distances == 7).all()) for one in broken), "what was given is left as it was"
+    few = draw(1, 2, 5)
+    two = neighbors_gpu.mended(
+        few, 2, [Found(torch.zeros(2, 2).double(), torch.zeros(2, 2).long(), torch.zeros(2) > 1)]
+    )
+    out["alone"] = [two[0].settled.tolist(), two[0].distances.isinf().tolist(), two[0].indices[:, 0].tolist()]
+    return out
+
+
+def mended_well(rows, found, plain, wrong, left_out, most):
+    """The worst relative error of rows that were in doubt, a gap to the plain way, and how much else is not as it
+    should be: names of neighbours, what is certain, and rows that were not to be touched."""
+    wide, n = rows.double(), len(rows)
+    left_out = torch.zeros(n, dtype=torch.bool) if left_out is None else left_out
+    distances = (wide[:, None] - wide[None]).norm(dim=2).fill_diagonal_(torch.inf)
+    truth = distances.masked_fill(left_out[None], torch.inf).topk(2, largest=False).values
+    todo = (wrong & ~left_out).nonzero().reshape(-1)
+    late, todo = todo[most:], todo[:most]
+    error = (found.distances[todo] - truth[todo]).abs() / truth[todo].clamp_min(1e-300)
+    gap = (found.distances[todo] - plain.distances[todo]).abs() / truth[todo].clamp_min(1e-300)
+    near = found.indices[todo]
+    named = distances[todo[:, None], near] == truth[todo]
+    bad = int((~named | left_out[near] | (near == todo[:, None])).sum()) + int((near[:, 0] == near[:, 1]).sum())
+    certain = torch.ones(n, dtype=torch.bool)
+    certain[late] = False
+    rest = torch.ones(n, dtype=torch.bool)
+    rest[todo] = False
+    bad += int((found.settled != certain).sum()) + int((found.distances[rest] != 7).sum())
+    return [float(error.max()), float(gap.max()), bad + int((found.indices[rest] != 9).sum())]
+
+
+def scattered_cells(n):
+    """Two cells of different sizes, whose rows stand here and there."""
+    first = torch.rand(n, generator=torch.Generator().manual_seed(8)) < 0.3
+    return Cells.of([first.nonzero().reshape(-1), (~first).nonzero().reshape(-1).flip(0)], n)
+
+
+def centred_halves(rows):
+    """Rows of two halves of different sizes about means that are given, each filled up with zeros, in one launch."""
+    parts = scattered_cells(rows.shape[1])
+    sums = stacked_sums.Sums.of(rows, directions=False, exact=True, cells=parts)[1]
+    assert sums is not None
+    stacked_fits.kernels_run = lambda device: True
+    by_kernel = stacked_fits.Centred.of(rows, parts.rows, sums)
+    stacked_fits.kernels_run = lambda device: False
+    plain = stacked_fits.Centred.of(rows, parts.rows, sums)
+    stacked_sums.kernels_run = lambda device: True
+    odd = rows.clone()
+    odd[1, 3, 2] = torch.nan
+    size = stacked_sums.Sums.of(odd, directions=False, exact=True, cells=parts)[0].size
+    assert size.isnan().tolist() == [False, True], "what is not a number is in sight"
+    return float((by_kernel.rows - plain.rows).abs().max() / plain.rows.abs().max())
 
 
 def sums():
@@ -115,14 +226,21 @@ def sums():
     row_kernels.SHARES = 3  # the interpreter is slow
     rows = torch.stack([draw(250, 150) - 1, draw(250, 150), draw(250, 150, seed=1) + 40])[::2]
     error, near = dict[str, float](), dict[str, float]()
-    for dtype, out in ((torch.float64, error), (torch.float32, near)):
-        one, two = (
-            (size, mean, *vars(centred).values(), total())
-            for size, mean, centred, total in (stacked._visited(rows, dtype), stacked._visited_by_kernels(rows, dtype))
-        )
-        for name, here, there in zip(("size", "mean", "rows", "squares", "lengths", "total"), one, two, strict=True):
-            assert here.dtype == there.dtype and here.shape == there.shape, name
-            out[name] = float((here - there).abs().max() / here.abs().max())
+    for cells in (None, scattered_cells(250)):
+        for dtype, out in ((torch.float64, error), (torch.float32, near)):
+            one, two = (
+                (seen.size, seen.mean, *vars(seen.centred).values(), seen.units(), seen.means)
+                for visited in (stacked_sums.visited_plainly, stacked_sums.visited_by_kernels)
+                for seen in (visited(rows, dtype, cells),)
+            )
+            names = ("size", "mean", "rows", "squares", "lengths", "total", "means")
+            for name, here, there in zip(names, one, two, strict=True):
+                if here is None or there is None:
+                    assert here is there is cells, name
+                    continue
+                assert here.dtype == there.dtype and here.shape == there.shape, name
+                out[name] = max(out.get(name, 0.0), float((here - there).abs().max() / here.abs().max()))
+    error["halves"] = centred_halves(rows)
     one, two = draw(2, 37, 150), draw(2, 37, 150, seed=1)
     error["dots"] = float((row_kernels.row_dots(one, two) - (one.double() * two).sum(dim=2)).abs().max())
     # Lengths are taken in float32 by the plain way.
@@ -203,6 +321,7 @@ if __name__ == "__main__":
                 "copies": copies,
                 "halves": halves,
                 "within": within,
+                "again": again,
                 "visits": visits,
                 "masked": masked,
                 "sums": sums,

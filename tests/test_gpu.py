@@ -84,6 +84,53 @@ def test_tensor_cores_find_the_same_neighbours():
         assert torch.allclose(here.distances[settled], found.distances.cpu()[settled], rtol=1e-12, atol=0)
 
 
+def test_rows_in_doubt_are_measured_against_all_others():
+    """Widths with and without whole tiles; sites far off, with copies, with rows in a grid; some sites of all."""
+    import warnings
+
+    from anisoscope.measures import neighbors_gpu
+    from anisoscope.measures.found import Found
+
+    draw, n, places, most = torch.Generator("cuda").manual_seed(0), 5003, [0, 1, 3], 45
+    for width in (5, 64, 770, 2048):
+        rows = torch.randn(4, n, width, generator=draw, device="cuda")
+        rows[1] = (2 * rows[1]).round().clamp(-1, 1) * (torch.arange(width, device="cuda") < 5)
+        rows[3] += 1000
+        rows[0, 4000:4100] = rows[0, :100]
+        left_out = torch.zeros(4, n, dtype=torch.bool, device="cuda")
+        left_out[0, 4000:4100] = True
+        left_out[3] = torch.rand(n, generator=draw, device="cuda") < 0.2
+        doubtful = torch.rand(3, n, generator=draw, device="cuda") < 40 / n
+        doubtful[:, :3] = doubtful[:, -3:] = True
+        doubtful &= (doubtful & ~left_out[places]).cumsum(dim=1) <= most
+        nothing = torch.zeros(n, 2, dtype=torch.float64, device="cuda"), torch.zeros(n, 2, dtype=torch.int64).cuda()
+        given = [Found(*nothing, ~one) for one in doubtful]
+        found = neighbors_gpu.mended(rows, 2, given, left_out, most, places)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that this switch is young
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = neighbors_gpu.mended(rows, 2, given, left_out, most, places)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        by_kernel, neighbors_gpu.kernels_run = neighbors_gpu.kernels_run, lambda device: False
+        plain = neighbors_gpu.mended(rows, 2, given, left_out, most, places)
+        neighbors_gpu.kernels_run = by_kernel
+        for place, one, two, old, asked in zip(places, found, again, plain, doubtful, strict=True):
+            assert torch.equal(one.distances, two.distances) and torch.equal(one.indices, two.indices), "the same bits"
+            assert bool(one.settled.all())
+            wide = rows[place].double()
+            for row in (asked & ~left_out[place]).nonzero().reshape(-1).tolist():
+                apart = (wide - wide[row]).norm(dim=1)
+                apart[row] = torch.inf
+                truth = apart.masked_fill(left_out[place], torch.inf).topk(2, largest=False).values
+                assert torch.allclose(one.distances[row], truth, rtol=1e-12, atol=0), (width, place, row)
+                assert torch.allclose(apart[one.indices[row]], truth, rtol=1e-12, atol=0), (width, place, row)
+                assert not bool(left_out[place, one.indices[row]].any()), (width, place, row)
+                if bool(old.settled[row]):
+                    assert torch.allclose(one.distances[row], old.distances[row], rtol=1e-9, atol=0)
+
+
 def test_the_kernel_of_sweeps_is_the_sweep():
     from anisoscope.tangent.descent import swept
 

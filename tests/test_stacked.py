@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from test_kernels import run
 
 from anisoscope.errors import OptionError, SiteError
-from anisoscope.measures import later, tridiagonal
+from anisoscope.measures import later, neighbors_gpu, tridiagonal
 from anisoscope.measures import stacked as stacked_measures
 from anisoscope.measures.found import Found
 from anisoscope.measures.neighbors import by_tiles, nearest_neighbors
@@ -92,6 +93,32 @@ def test_rows_that_are_not_certain_are_mended():
         assert bool(found.settled.all())
         assert torch.allclose(found.distances, one.distances, rtol=1e-12, atol=0)
         assert torch.equal(found.indices, one.indices)
+
+
+def test_some_sites_are_mended_a_few_at_a_time(monkeypatch):
+    """Sites that do not lie side by side, fewer at once than there are, with rows that are nobody's neighbours."""
+    monkeypatch.setattr(neighbors_gpu, "WIDE_CELLS", 2 * 300 * 6)
+    rows = torch.stack([draw(300, 6, seed=seed) + seed for seed in range(6)])
+    left_out = torch.rand(6, 300, generator=torch.Generator().manual_seed(7)) < 0.1
+    places = [0, 1, 3, 5]
+    doubtful = Found(torch.ones(300, 2).double(), torch.zeros(300, 2).long(), torch.arange(300) >= 40)
+    found = mended(rows, 2, [doubtful] * 4, left_out, 40, places)
+    for place, one in zip(places, found, strict=True):
+        kept = (~left_out[place]).nonzero().reshape(-1)
+        truth, few = nearest_neighbors(rows[place][kept], 2), kept < 40
+        assert torch.allclose(one.distances[kept[few]], truth.distances[few], rtol=1e-12, atol=0)
+        assert torch.equal(one.indices[kept[few]], kept[truth.indices[few]]) and bool(one.settled.all())
+    assert bool((doubtful.distances == 1).all())
+
+
+def test_rows_in_doubt_are_measured_against_all_others_by_a_kernel():
+    found = run("again", script="row_kernel_cases.py")
+    for name in ("masked", "whole"):
+        *sites, odd = found[name]
+        for error, gap, wrong in sites:
+            assert error < 1e-12 and gap < 1e-12 and wrong == 0, (name, sites)
+        assert odd == [148, 4, 0], "two rows beside an entry that is not finite have no distances and stay in doubt"
+    assert found["alone"] == [[False, False], [[False, True], [False, True]], [1, 0]], "one other row is not two"
 
 
 def test_what_float32_cannot_settle_is_told():
@@ -445,9 +472,10 @@ def test_sites_without_room_together_are_left_to_be_measured_alone(when, error, 
         raise error
 
     monkeypatch.setattr(stacking, "begin", full if when == "begun" else lambda *args: full)
+    monkeypatch.setattr(stacking, "begin_summed", full if when == "begun" else lambda *args: (full, None))
     views = looked(1)
     assert Stacked.begin(views, DEFAULT_MEASURES, GRADIENT_MEASURES, norm_of_squares).finish() == ({}, {})
-    monkeypatch.setattr(stacking, "begin", lambda *args: 1 / 0)
+    monkeypatch.setattr(stacking, "begin_summed", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # nothing else is kept silent
         Stacked.begin(views, DEFAULT_MEASURES, GRADIENT_MEASURES, norm_of_squares)
 

@@ -1,4 +1,5 @@
-"""Kernels that visit each row once: codes that tell copies, rows in half precision, nearest rows within a block.
+"""Kernels that visit each row once: codes that tell copies, rows in half precision, nearest rows within a block; and
+those of a few rows among all.
 
 Written in operations of torch each of these is a dozen passes over all rows in float64. This module needs Triton;
 ``measures.row_kernels`` imports it where Triton is.
@@ -93,14 +94,24 @@ def column_sums(
 
 @triton.jit
 def centre_rows(
-    rows, mean, out, squares, lengths, n, D, site_stride, row_stride, out_stride, R: tl.constexpr, K: tl.constexpr
+    rows, mean, about, cell, place, out, squares, lengths, n, D, count, site_stride, row_stride, out_stride,
+    PLACED: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Rows less the mean, their squared lengths, and the lengths they had before."""
+    """Rows less the mean, their squared lengths, and the lengths they had before.
+
+    ``PLACED``: each less the mean of its ``cell``, of which a site has ``count``, and written to its ``place``; squared
+    lengths are then those of rows less ``about``. These and lengths stand where the rows stood.
+    """
     site = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     there = at < n
     rows += site * site_stride
     out += site * out_stride
+    to = at
+    own = at
+    if PLACED:
+        to = tl.load(place + at, mask=there, other=0).to(tl.int64)
+        own = site * count + tl.load(cell + at, mask=there, other=0).to(tl.int64)
     square = tl.zeros((R, K), dtype=tl.float64)
     before = tl.zeros((R, K), dtype=tl.float64)
     for start in range(0, D, K):
@@ -108,10 +119,12 @@ def centre_rows(
         inside = there[:, None] & (k < D)[None, :]
         wide = tl.load(rows + at[:, None] * row_stride + k[None, :], mask=inside, other=0.0).to(tl.float64)
         before += wide * wide
-        wide -= tl.load(mean + site * D + k, mask=k < D, other=0.0)[None, :]
-        wide = tl.where(inside, wide, 0.0)
-        square += wide * wide
-        tl.store(out + at[:, None] * D + k[None, :], wide.to(out.dtype.element_ty), mask=inside)
+        far = wide - tl.load(about + site * D + k, mask=k < D, other=0.0)[None, :]
+        far = tl.where(inside, far, 0.0)
+        square += far * far
+        if PLACED:
+            far = wide - tl.load(mean + own[:, None] * D + k[None, :], mask=inside, other=0.0)
+        tl.store(out + to[:, None] * D + k[None, :], far.to(out.dtype.element_ty), mask=inside)
     tl.store(squares + site * n + at, tl.sum(square, axis=1), mask=there)
     tl.store(lengths + site * n + at, tl.sqrt(tl.sum(before, axis=1)), mask=there)
 
@@ -273,3 +286,82 @@ def mend_within(
         at = (run * most + r) * 2
         tl.store(out + at, least)
         tl.store(out + at + 1, tl.min(rest, axis=0))
+
+
+@triton.jit(do_not_specialize=["n", "many", "share"])
+def nearest_again(
+    rows, places, own, left_out, least, where, n, D, many, share,
+    MASKED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The two least squared distances of some rows of each site to a share of its other rows, by differences in
+    float64, and whose they are: ``[., many, shares, 2]``.
+
+    Of ``rows`` those of site ``places[i]`` are taken, of them the rows ``own[i]``, as far as those are not negative;
+    rows that are ``left_out`` are nobody's neighbours. What is not finite counts as minus infinity, so that it stays
+    in sight. Nothing is written where a program has no row to look at.
+    """
+    at = tl.program_id(2).to(tl.int64)
+    part = tl.program_id(1)
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    here = tl.load(own + at * many + r, mask=r < many, other=-1)
+    if tl.max(here, axis=0) >= 0:
+        site = tl.load(places + at)
+        base = rows + site * n * D
+        end = tl.minimum((part + 1) * share, n)
+        k = tl.arange(0, K)[None, None, :]
+        near = tl.full((R,), float("inf"), dtype=tl.float64)
+        far = near
+        near_at = tl.zeros((R,), dtype=tl.int32)
+        far_at = near_at
+        for first in range(part * share, end, C):
+            c = first + tl.arange(0, C)
+            theirs = c < end
+            left = base + tl.maximum(here, 0)[:, None, None] * D + k
+            right = base + c.to(tl.int64)[None, :, None] * D + k
+            total = tl.zeros((R, C, K), dtype=tl.float64)
+            for start in range(0, D, K):
+                inside = k < D - start
+                one = tl.load(left + start, mask=inside, other=0.0).to(tl.float64)
+                two = tl.load(right + start, mask=inside & theirs[None, :, None], other=0.0).to(tl.float64)
+                total += (one - two) * (one - two)
+            apart = tl.sum(total, axis=2)
+            free = theirs
+            if MASKED:
+                free = theirs & (tl.load(left_out + site * n + c, mask=theirs, other=1) == 0)
+            new = tl.where(free[None, :] & (c[None, :] != here[:, None]), apart, float("inf"))
+            new = tl.where(theirs[None, :] & ((apart < float("inf")) == 0), float("-inf"), new)
+            for _ in tl.static_range(2):
+                value, slot = tl.min(new, axis=1, return_indices=True)
+                far_at = tl.where(value < near, near_at, tl.where(value < far, first + slot, far_at))
+                far = tl.minimum(far, tl.maximum(near, value))
+                near_at = tl.where(value < near, first + slot, near_at)
+                near = tl.minimum(near, value)
+                new = tl.where(tl.arange(0, C)[None, :] == slot[:, None], float("inf"), new)
+        place = ((at * many + r) * tl.num_programs(1) + part) * 2
+        tl.store(least + place, near, mask=here >= 0)
+        tl.store(least + place + 1, far, mask=here >= 0)
+        tl.store(where + place, near_at, mask=here >= 0)
+        tl.store(where + place + 1, far_at, mask=here >= 0)
+
+
+@triton.jit(do_not_specialize=["n", "many", "count"])
+def merge_again(least, where, own, distances, indices, settled, n, many, count, P: tl.constexpr):
+    """The two least of all shares, ``count`` numbers for each row, written to where the row stands among all rows of
+    its site; certain where there are two and all is finite."""
+    at = tl.program_id(1).to(tl.int64)
+    r = tl.program_id(0)
+    here = tl.load(own + at * many + r)
+    if here >= 0:
+        p = tl.arange(0, P)
+        place = (at * many + r) * count + p
+        values = tl.load(least + place, mask=p < count, other=float("inf"))
+        names = tl.load(where + place, mask=p < count, other=0)
+        lowest = tl.min(values, axis=0)
+        out = at * n + here
+        for turn in tl.static_range(2):
+            value, slot = tl.min(values, axis=0, return_indices=True)
+            value = tl.where(lowest >= 0, tl.sqrt(tl.maximum(value, 0.0)), float("nan"))
+            tl.store(distances + out * 2 + turn, value)
+            tl.store(indices + out * 2 + turn, tl.sum(tl.where(p == slot, names, 0), axis=0).to(tl.int64))
+            values = tl.where(p == slot, float("inf"), values)
+        tl.store(settled + out, value < float("inf"))

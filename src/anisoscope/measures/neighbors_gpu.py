@@ -3,8 +3,9 @@
 The promise is that of ``measures.search``: float32 products give lower bounds on squared distances, with a proven
 allowance for rounding; a few candidates of each row are measured by differences in float64; a row is settled where the
 bound of its last candidate reaches its k-th distance. Rows that are not settled (many neighbours within the allowance)
-meet float64 products, whose allowance is a billionth of that, and whatever is left then goes to ``neighbors_of``.
-Nothing waits for the device before all rows have been searched.
+meet float64 products, whose allowance is a billionth of that, and whatever is left then goes to ``neighbors_of``; a few
+of them are measured against all rows, where a kernel does so. Nothing waits for the device before all rows have been
+searched.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from anisoscope.kernels import kernels_run, sent
+from anisoscope.measures import row_kernels
 from anisoscope.measures.found import Found
 from anisoscope.measures.neighbors_fused import GROUP, can_fuse, search_fused
 from anisoscope.measures.plan import scale_of
@@ -22,7 +25,8 @@ from anisoscope.measures.search import SPARE, Neighbors, neighbors_of
 from anisoscope.stats.precision import full_precision, has_tensor_cores, on_tensor_cores, two_parts
 
 TILE_CELLS = 1 << 26  # bounds held at a time: a quarter of a gigabyte in float32
-MENDED = 384  # rows searched again without asking whether there are so many
+WIDE_CELLS = 1 << 27  # of rows held as float64 at a time
+MENDED = 384  # rows searched again without asking whether there are so many; a kernel takes no more of a site
 SORTED = 1024  # so many columns are sorted in one kernel, where picking the least of them takes a dozen
 TIED = 1e-9  # the k-th squared distance may be so much too long, relative: rows as far as each other to nine digits
 PAIR_CELLS = 1 << 25  # differences held at a time, float64
@@ -86,16 +90,75 @@ def mended(
     found: Sequence[Found],
     left_out: Bool[Tensor, "s n"] | None = None,
     most: int = MENDED,
+    places: Sequence[int] | None = None,
 ) -> list[Found]:
     """Rows of each site that are not certain, at most ``most`` of them, searched again in float64, all sites at once.
 
     For rows of ordinary size; asks nothing of the device, not even whether there are such rows. Rows that are
-    ``left_out`` are nobody's neighbours, and nothing is to be mended of them.
+    ``left_out`` are nobody's neighbours, and nothing is to be mended of them. ``found`` is that of sites ``places``,
+    ascending, where not of all.
     """
-    sites, n, width = rows.shape
-    distances, indices, settled = (
-        torch.stack([getattr(one, name) for one in found]) for name in ("distances", "indices", "settled")
+    places = range(len(rows)) if places is None else places
+    if k == 2 and most <= MENDED and rows.dtype == torch.float32 and kernels_run(rows.device):
+        return _measured_again(rows, found, left_out, most, places)
+    step, better = max(1, WIDE_CELLS // rows[0].numel()), list[Found]()
+    for at in range(0, len(places), step):
+        few = places[at : at + step]
+        side_by_side = few[-1] - few[0] == len(few) - 1
+        where = slice(few[0], few[-1] + 1) if side_by_side else list(few)  # a slice is no copy
+        out = None if left_out is None else left_out[where]
+        better += _searched_again(rows[where], k, found[at : at + step], out, most)
+    return better
+
+
+def settle(rows: Float[Tensor, "n d"], k: int, scale: float, found: Found) -> Neighbors:
+    """The search made certain for the rows that float32 could not settle."""
+    left = (~found.settled).nonzero().reshape(-1)
+    distances, indices = found.distances, found.indices
+    if len(left):
+        again = search(rows, k, scale, anchors=left, dtype=torch.float64)
+        distances, indices = distances.index_copy(0, left, again.distances), indices.index_copy(0, left, again.indices)
+        left = left[~again.settled]
+    if len(left):
+        last = neighbors_of(rows, left, k)
+        distances, indices = distances.index_copy(0, left, last.distances), indices.index_copy(0, left, last.indices)
+    return Neighbors(distances, indices)
+
+
+def _together(found: Sequence[Found]) -> tuple[Float[Tensor, "s n k"], Int[Tensor, "s n k"], Bool[Tensor, "s n"]]:
+    """What was found of all sites, as tables of their own, which may be written to."""
+    return (
+        torch.stack([one.distances for one in found]),
+        torch.stack([one.indices for one in found]),
+        torch.stack([one.settled for one in found]),
     )
+
+
+def _measured_again(
+    rows: Float[Tensor, "s n d"],
+    found: Sequence[Found],
+    left_out: Bool[Tensor, "s n"] | None,
+    most: int,
+    places: Sequence[int],
+) -> list[Found]:
+    """By a kernel that measures a few rows against all others: certain, whatever the others are like."""
+    distances, indices, settled = _together(found)
+    at = sent(places, rows, torch.int64)
+    settled = settled if left_out is None else settled | left_out[at]
+    row_kernels.nearest_again(rows, left_out, at, most, distances, indices, settled)
+    return [Found(*one) for one in zip(distances, indices, settled, strict=True)]
+
+
+def _searched_again(
+    rows: Float[Tensor, "s n d"],
+    k: int,
+    found: Sequence[Found],
+    left_out: Bool[Tensor, "s n"] | None,
+    most: int,
+) -> list[Found]:
+    """By products in float64, which propose candidates and say whether they are certain."""
+    sites, n, width = rows.shape
+    distances, indices, settled = _together(found)
     settled = settled if left_out is None else settled | left_out
     doubtful = settled.byte().sort(dim=1, stable=True).indices[:, :most]
     wide = rows.to(torch.float64, copy=True)
@@ -120,20 +183,6 @@ def mended(
         for whole, new in zip(flat, (d2.sqrt(), here % n, sure | flat[2][at]), strict=True):
             whole.index_copy_(0, at, new)
     return [Found(*one) for one in zip(*(part.unflatten(0, (sites, n)) for part in flat), strict=True)]
-
-
-def settle(rows: Float[Tensor, "n d"], k: int, scale: float, found: Found) -> Neighbors:
-    """The search made certain for the rows that float32 could not settle."""
-    left = (~found.settled).nonzero().reshape(-1)
-    distances, indices = found.distances, found.indices
-    if len(left):
-        again = search(rows, k, scale, anchors=left, dtype=torch.float64)
-        distances, indices = distances.index_copy(0, left, again.distances), indices.index_copy(0, left, again.indices)
-        left = left[~again.settled]
-    if len(left):
-        last = neighbors_of(rows, left, k)
-        distances, indices = distances.index_copy(0, left, last.distances), indices.index_copy(0, left, last.indices)
-    return Neighbors(distances, indices)
 
 
 def _prepared(

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anisoscope.kernels import kernels_of, on_its_device
+from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 
 COLUMNS = 128  # entries of a row that a program takes at a time
 DEPTH = 64  # products of rows in half precision take so many columns at a time
@@ -17,6 +17,8 @@ SUMMED = 512  # columns of such a product that tensor cores sum, where rows in d
 TOP = 14  # the largest value in half precision is made less than two to this
 SHARES = 16  # of a site's rows whose columns are summed apart
 MEND_COLUMNS, MEND_DEPTH = 64, 32
+AGAIN_TILE = 4, 64, 32  # rows in doubt, rows that they are measured against, and entries of both, at a time
+AGAIN_SHARES = 256  # of a site's rows at most: one site alone keeps a GPU busy
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 64, 128, 64  # of a product within a run
 
 
@@ -75,9 +77,12 @@ def column_sums(rows: Float[Tensor, "s n d"], weights: Float[Tensor, "s n"] | No
 
 @dataclass(frozen=True)
 class CentredRows:
-    """Rows less a mean, their squared lengths, float64, and the lengths of the rows as they were."""
+    """Rows less a mean, their squared lengths, float64, and the lengths of the rows as they were.
 
-    rows: Float[Tensor, "s n d"]
+    Rows that were given places may stand in another order than their lengths, and others between them.
+    """
+
+    rows: Float[Tensor, "s m d"]
     squares: Float[Tensor, "s n"]
     lengths: Float[Tensor, "s n"]
 
@@ -89,14 +94,34 @@ def centred(
 ) -> CentredRows:  # fmt: skip
     """Float32 rows less the mean, rounded to a type after that, in one visit; written to ``out``, where that is given:
     of that type, its rows side by side."""
-    kernels, (sites, n, width), device = kernels_of("rows"), rows.shape, rows.device
     if out is None:
-        out = torch.empty(rows.shape, dtype=dtype, device=device)
-    assert out.shape == rows.shape and out.dtype == dtype and out.stride()[1:] == (width, 1)
-    squares, lengths = torch.empty(2, sites, n, dtype=torch.float64, device=device)
+        out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    assert out.shape == rows.shape and out.dtype == dtype
+    mean = mean.contiguous()
+    return _centred(rows, mean, mean, rows, rows, out, placed=False)
+
+
+@on_its_device
+def centred_by_cell(
+    rows: Float[Tensor, "s n d"], mean: Float[Tensor, "s d"], means: Float[Tensor, "s c d"], number: Int[Tensor, "n"],
+    places: Int[Tensor, "n"], out: Float[Tensor, "s m d"],
+) -> CentredRows:  # fmt: skip
+    """The same less the mean of each row's cell; ``places`` of ``out`` are written to, which is of any type.
+
+    Squared lengths are those of rows less ``mean``, and stand in the order of the rows as they came.
+    """
+    return _centred(rows, means.contiguous(), mean.contiguous(), number, places, out, placed=True)
+
+
+def _centred(
+    rows: Tensor, means: Tensor, mean: Tensor, number: Tensor, places: Tensor, out: Tensor, *, placed: bool
+) -> CentredRows:
+    kernels, (sites, n, width) = kernels_of("rows"), rows.shape
+    assert out.stride()[1:] == (width, 1)
+    squares, lengths = torch.empty(2, sites, n, dtype=torch.float64, device=rows.device)
     kernels.centre_rows[(-(-n // kernels.ROWS), sites)](
-        rows, mean.contiguous(), out, squares, lengths, n, width, rows.stride(0), rows.stride(1), out.stride(0),
-        R=kernels.ROWS, K=COLUMNS, num_warps=4,
+        rows, means, mean, number, places, out, squares, lengths, n, width, means.numel() // mean.numel(),
+        rows.stride(0), rows.stride(1), out.stride(0), PLACED=placed, R=kernels.ROWS, K=COLUMNS, num_warps=4,
     )  # fmt: skip
     return CentredRows(out, squares, lengths)
 
@@ -110,6 +135,13 @@ def row_dots(left: Float[Tensor, "s n d"], right: Float[Tensor, "s n d"]) -> Flo
         left.contiguous(), right.contiguous(), out, sites * n, width, R=kernels.ROWS, K=COLUMNS, num_warps=4
     )
     return out
+
+
+def squared_lengths(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s n"]:
+    """Of each row, float64; by the kernel where there is one, since ``sum`` would copy all rows to float64 first."""
+    if rows.dtype == torch.float32 and kernels_run(rows.device):
+        return row_dots(rows, rows)
+    return torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64).square_()
 
 
 @on_its_device
@@ -207,3 +239,38 @@ def nearest_within(
         rows, order, strides, lengths, out, sure, n, blocks, most, width, C=MEND_COLUMNS, K=MEND_DEPTH, num_warps=4
     )
     return out.sqrt_()
+
+
+@on_its_device
+def nearest_again(
+    rows: Float[Tensor, "s n d"], left_out: Bool[Tensor, "s n"] | None, places: Int[Tensor, "m"], most: int,
+    distances: Float[Tensor, "m n two"], indices: Int[Tensor, "m n two"], settled: Bool[Tensor, "m n"],
+) -> None:  # fmt: skip
+    """The two nearest rows of those not ``settled``, of sites ``places``, by differences in float64 with all rows.
+
+    For float32 rows. The first ``most`` of each site are looked at; distances, indices and what is settled are written
+    in place. Rows that are ``left_out`` are nobody's neighbours. A row stays in doubt where entries of its site are not
+    finite, which makes its distances NaN, and where there are not two others, which leaves them infinite.
+    """
+    kernels, (sites, n, width), device = kernels_of("rows"), rows.shape, rows.device
+    assert rows.dtype == torch.float32 and sites * n > 0
+    assert all(one.is_contiguous() for one in (distances, indices, settled))
+    # Rows in doubt to the front, in their order, without asking how many there are; the last place is for all others.
+    many = most + 1
+    rank = (~settled).cumsum(dim=1)
+    mine = ~settled & (rank <= most)
+    own = torch.full((len(places), many), -1, dtype=torch.int64, device=device)
+    own.scatter_(1, torch.where(mine, rank - 1, most), torch.where(mine, torch.arange(n, device=device), -1))
+    tall, broad, deep = AGAIN_TILE
+    share = -(-n // (broad * AGAIN_SHARES)) * broad
+    shares = -(-n // share)
+    least = torch.empty(len(places), many, shares, 2, dtype=torch.float64, device=device)
+    where = torch.empty(least.shape, dtype=torch.int32, device=device)
+    kernels.nearest_again[(-(-many // tall), shares, len(places))](
+        rows.contiguous(), places, own, settled if left_out is None else left_out.contiguous(), least, where,
+        n, width, many, share, MASKED=left_out is not None, R=tall, C=broad, K=deep, num_warps=4,
+    )  # fmt: skip
+    kernels.merge_again[(many, len(places))](
+        least, where, own, distances, indices, settled, n, many, 2 * shares,
+        P=1 << (2 * shares - 1).bit_length(), num_warps=1,
+    )  # fmt: skip

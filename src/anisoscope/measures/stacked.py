@@ -7,12 +7,10 @@ the plain measures, site by site. Letters: S sites, N rows, D the width, R eigen
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,12 +21,13 @@ from anisoscope.estimate import Estimate
 from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 from anisoscope.measures import row_kernels, stacked_masked
 from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order, unless_biased
+from anisoscope.measures.cells import Cells, SiteSums
 from anisoscope.measures.later import beside, fetched, no_room, rejoined, side_stream
-from anisoscope.measures.row_kernels import CentredRows
 from anisoscope.measures.spectrum import GRAM_LIMIT
 from anisoscope.measures.stacked_spectra import Spectra, begin_spectra
-from anisoscope.measures.uncertainty import Bar, fields, spread_runs
-from anisoscope.stats.moments import PARTED_WIDTH, grams, in_parts
+from anisoscope.measures.stacked_sums import WIDE_CELLS, Sums, cut_runs
+from anisoscope.measures.uncertainty import Bar, fields
+from anisoscope.stats.moments import PARTED_WIDTH
 from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores
 
 STACKED = ("spectral_ratio", "mean_cosine", "isoscore", "effective_rank", "two_nn")
@@ -36,7 +35,6 @@ STACKED = ("spectral_ratio", "mean_cosine", "isoscore", "effective_rank", "two_n
 
 SAFE = (1e-15, 1e15)  # lengths of rows whose squares stay in float32
 ORDINARY = (1e-6, 1e6)
-WIDE_CELLS = 1 << 27  # held as float64 at a time
 EPS = torch.finfo(torch.float64).eps
 LOST = 1e-6  # of the sum of singular values: what those that are read as zero may come to
 
@@ -50,15 +48,28 @@ def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: 
 
     A list with the estimates of each site by name, or None where a site is not ordinary.
     """
+    return begin_summed(rows, names)[0]
+
+
+def begin_summed(
+    rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: Sequence[str], cells: Cells | None = None
+) -> tuple[Finish, SiteSums | None]:
+    """The same, and sums over the rows that others may have a use for: None where these measures need none.
+
+    Sums of each of ``cells`` are the steps on the way to those of all rows.
+    """
     n, width = rows[0].shape
     if n <= max(width, 512) or width < 2 or rows[0].dtype != torch.float32:
-        return lambda: [None] * len(rows)
+        return lambda: [None] * len(rows), None
     stack = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
     table = dict[str, Tensor]()
     spectral = any(name in names for name in ("spectral_ratio", "effective_rank", "isoscore"))
-    wanted = spectral or "mean_cosine" in names
-    sums = _Sums.of(stack, directions="mean_cosine" in names, exact="effective_rank" in names) if wanted else None
-    if sums is None:
+    sums, given = None, None
+    if spectral or "mean_cosine" in names:
+        directions, exact = "mean_cosine" in names, "effective_rank" in names
+        sums, by_cell = Sums.of(stack, directions=directions, exact=exact, cells=cells)
+        given = SiteSums(sums.size, by_cell)
+    else:
         table["size"] = torch.stack(torch.aminmax(stack.flatten(1), dim=1)).abs().amax(dim=0)
     later = None
     if sums is not None and any(name in names for name in ("spectral_ratio", "effective_rank")):
@@ -82,7 +93,7 @@ def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: 
         dimensions = None if neighbours is None else _attempted(neighbours)
         return _told(found, names, n, width, dimensions or [None] * len(rows))
 
-    return finish
+    return finish, given
 
 
 def _attempted(search: Callable[[], T]) -> T | None:
@@ -96,117 +107,7 @@ def _attempted(search: Callable[[], T]) -> T | None:
         return None
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Of each site: covariance, its total, fourth powers of the radii, and centred rows for error bars."""
-
-    n: int
-    size: Float[Tensor, "s"]
-    mean: Float[Tensor, "s d"]
-    covariance: Float[Tensor, "s d d"]
-    total: Float[Tensor, "s"]
-    fourth: Float[Tensor, "s"]
-    rows: Float[Tensor, "s m d"]
-    groups: int
-    cosines: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, rows: Float[Tensor, "s n d"], *, directions: bool, exact: bool) -> _Sums:
-        _, n, width = rows.shape
-        step = max(1, WIDE_CELLS // (n * width))
-        parts = [_sums(some, directions=directions, exact=exact) for some in rows.split(step)]
-        joined = {name: torch.cat([one[name] for one in parts]) for name in parts[0]}
-        size, mean, scatter, fourth, some = (joined.pop(name) for name in ("size", "mean", "scatter", "fourth", "rows"))
-        covariance = scatter / (n - 1)
-        total = covariance.diagonal(dim1=1, dim2=2).sum(dim=1)
-        return cls(n, size, mean, covariance, total, fourth, some, _cut(n)[0], joined)
-
-    def means(self, influence: Float[Tensor, "s m"]) -> Float[Tensor, "s g"]:
-        """Of each block of rows."""
-        return influence.double().unflatten(1, (self.groups, -1)).mean(dim=2)
-
-    def table(self) -> dict[str, Tensor]:
-        """What is told of them."""
-        square = self.covariance.square().sum(dim=(1, 2))
-        return {
-            "size": self.size, "total": self.total, "square": square, "fourth": self.fourth,
-            "mean": self.mean.abs().amax(dim=1), **self.cosines,
-        }  # fmt: skip
-
-
-def _sums(rows: Float[Tensor, "s n d"], *, directions: bool, exact: bool) -> dict[str, Tensor]:
-    """Of a few sites, whose rows fit into memory twice as float64.
-
-    ``exact``: products in float64 at every width. Small singular values, which an effective rank counts in full, drown
-    in the rounding of parts that tensor cores multiply.
-    """
-    near = not exact and in_parts(rows.shape[2], rows.device)
-    visited = _visited_by_kernels if kernels_run(rows.device) else _visited
-    size, mean, centred, total = visited(rows, torch.float32 if near else torch.float64)
-    return (_cosines(rows, centred.lengths.float(), total()) if directions else {}) | {
-        "size": size,
-        "mean": mean,
-        "scatter": grams(centred.rows, exact=exact),
-        "fourth": centred.squares.square().sum(dim=1),
-        "rows": _runs(centred.rows).flatten(1, 2).float(),
-    }
-
-
-_Visited: TypeAlias = tuple[Tensor, Tensor, CentredRows, Callable[[], Tensor]]
-
-
-def _visited(rows: Float[Tensor, "s n d"], dtype: torch.dtype) -> _Visited:
-    """The largest entry of each site, the mean, the rows without it, and what gives the sum of unit rows."""
-    size = torch.stack(torch.aminmax(rows.flatten(1), dim=1)).abs().amax(dim=0)
-    wide = rows.double()
-    length = torch.linalg.vector_norm(rows, dim=2)
-    total = (length.reciprocal().double()[:, None] @ wide)[:, 0]
-    mean = wide.mean(dim=1)
-    wide = wide.sub_(mean[:, None])
-    squares = torch.linalg.vector_norm(wide, dim=2).square_()
-    return size, mean, CentredRows(wide.to(dtype), squares, length.double()), lambda: total
-
-
-def _visited_by_kernels(rows: Float[Tensor, "s n d"], dtype: torch.dtype) -> _Visited:
-    """The same in three visits of the rows."""
-    rows = rows if rows.stride(2) == 1 else rows.contiguous()
-    sums = row_kernels.column_sums(rows)
-    mean = sums.total / rows.shape[1]
-    centred = row_kernels.centred(rows, mean, dtype)
-    size = torch.maximum(sums.most, -sums.least)
-    return size, mean, centred, lambda: row_kernels.column_sums(rows, centred.lengths.reciprocal()).total
-
-
-def _runs(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s g l d"]:
-    """``spread_runs`` of each site."""
-    n = rows.shape[1]
-    groups, length, _ = _cut(n)
-    stride = n // groups
-    return rows[:, : groups * stride].unflatten(1, (groups, stride))[:, :, :length]
-
-
-def _cosines(
-    rows: Float[Tensor, "s n d"], length: Float[Tensor, "s n"], total: Float[Tensor, "s d"]
-) -> dict[str, Tensor]:
-    """Of ``mean_cosine``: the squared sum of unit rows, projections on it by block, and the spread of some cosines."""
-    blocks, lengths = _runs(rows), _runs(length[:, :, None])[:, :, :, 0]
-    along = (blocks @ total.float()[:, None, :, None])[:, :, :, 0] / lengths
-    some = blocks[:, :, :: max(1, lengths[0].numel() // 256)].flatten(1, 2)
-    some = some / torch.linalg.vector_norm(some, dim=2, keepdim=True)
-    gram = (some @ some.mT).double()
-    pairs = gram.shape[1] * (gram.shape[1] - 1)
-    trace = gram.diagonal(dim1=1, dim2=2).sum(dim=1)
-    mean = (gram.sum(dim=(1, 2)) - trace) / pairs
-    spread = (gram - mean[:, None, None]).square()
-    return {
-        "cosine": total.square().sum(dim=1),
-        "along": along.double().mean(dim=2),
-        "pairs": (spread.sum(dim=(1, 2)) - spread.diagonal(dim1=1, dim2=2).sum(dim=1)) / (pairs - 1),
-        "length": torch.stack(torch.aminmax(length, dim=1), dim=1),
-    }
-
-
-def _isoscore_means(sums: _Sums) -> Float[Tensor, "s g"]:
+def _isoscore_means(sums: Sums) -> Float[Tensor, "s g"]:
     trace, size = sums.total[:, None], sums.covariance.square().sum(dim=(1, 2))[:, None]
     radius2 = torch.linalg.vector_norm(sums.rows, dim=2).double().square_()
     with on_tensor_cores(_for_bars(sums.rows)):
@@ -223,7 +124,7 @@ def _for_bars(rows: Float[Tensor, "s m d"]) -> bool:
     return rows.shape[2] >= PARTED_WIDTH and has_tensor_cores(rows.device)
 
 
-def _of_spectrum(sums: _Sums, spectra: Spectra) -> dict[str, Tensor]:
+def _of_spectrum(sums: Sums, spectra: Spectra) -> dict[str, Tensor]:
     """Eigenvalues, error bars of the first and of the effective rank, and the bias of the latter."""
     values = spectra.values.flip(1).clamp_min(0)
     values = torch.where(values > values[:, :1] * GRAM_LIMIT, values, 0.0)
@@ -329,16 +230,9 @@ def _ordinary(found: dict[str, np.ndarray], n: int, width: int) -> Bool[np.ndarr
     return np.asarray(np.logical_and.reduce(flags))
 
 
-@functools.lru_cache(maxsize=16)
-def _cut(n: int) -> tuple[int, int, str]:
-    """How ``spread_runs`` cuts so many rows: blocks, rows in each, and what their spread is over."""
-    runs = spread_runs(torch.empty(n, 0), n)
-    return runs.blocks.shape[0], runs.blocks.shape[1], runs.over
-
-
 def _bars(means: Float[np.ndarray, "s g"], n: int) -> list[Bar]:
     """As ``ErrorRows.bar``, from the means over blocks."""
-    count, length, over = _cut(n)
+    count, length, over = cut_runs(n)
     stderr = np.sqrt(means.var(axis=1, ddof=1) / count * (count * length / n))
     return [Bar(one, count - 1, over) for one in stderr.tolist()]
 

@@ -19,16 +19,9 @@ from anisoscope.measures.dimension import FACCO_KEPT
 from anisoscope.measures.found import Found
 from anisoscope.measures.later import beside, fetched, side_stream
 from anisoscope.measures.neighbors_fused import LEAST_ROWS, can_fuse, search_fused
-from anisoscope.measures.neighbors_gpu import mended, settle
+from anisoscope.measures.neighbors_gpu import MENDED, mended, settle
 from anisoscope.measures.row_kernels import Ready
-from anisoscope.measures.stacked_neighbors import (
-    WIDE_CELLS,
-    begin_two_nn,
-    copy_weights,
-    cut,
-    fitted,
-    told,
-)
+from anisoscope.measures.stacked_neighbors import begin_two_nn, copy_weights, cut, fitted, told
 from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES
 
 SEARCHED_CELLS = 1 << 30  # of rows searched together, which are held once more in half precision
@@ -70,17 +63,14 @@ class _Searched:
         bars = _subsamples(rows, ready, copy, kept)
         return cls(rows, copy, found, {"kept": kept, "clash": clash, **_fitted(found, copy), "bars": bars})
 
-    def again(self, places: Sequence[int], most: int) -> _Searched:
-        """Some of these sites, of which at most so many rows each are not certain, with those searched in float64."""
-        side_by_side = places[-1] - places[0] == len(places) - 1
-        where = slice(places[0], places[-1] + 1) if side_by_side else list(places)  # a slice is no copy
-        rows, copy = self.rows[where], self.copy[where]
-        found = mended(rows, 2, [self.found[place] for place in places], copy, most)
-        return _Searched(rows, copy, found, _fitted(found, copy))
+    def again(self, places: Sequence[int], most: int) -> list[Found]:
+        """What was found of some of these sites, with at most so many rows of each that are not certain searched in
+        float64."""
+        return mended(self.rows, 2, [self.found[place] for place in places], self.copy, most, places)
 
-    def settled(self, place: int) -> dict[str, Tensor]:
-        """The same of one site, all of it certain."""
-        kept, one = (~self.copy[place]).nonzero().reshape(-1), self.found[place]
+    def settled(self, place: int, one: Found) -> dict[str, Tensor]:
+        """The sums of one site, of which so much is known, all of it certain."""
+        kept = (~self.copy[place]).nonzero().reshape(-1)
         # Places of neighbours are those among all rows; nothing here asks for them.
         left = Found(one.distances[kept], one.indices[kept], one.settled[kept])
         return fitted(settle(self.rows[place][kept], 2, 1.0, left).distances[None])
@@ -89,25 +79,28 @@ class _Searched:
 def _make_certain(parts: Sequence[_Searched], here: dict[str, np.ndarray]) -> None:
     """Put right what was not certain, of all sites with one more question; ``here`` is brought up to date in place."""
     usable = (here["kept"] >= LEAST_ROWS) & np.isfinite(here["sums"]).all(axis=1)
-    first, again, sites = 0, list[_Searched](), list[int]()
+    unsettled, first = here["unsettled"], 0
+    again, sites = list[tuple[_Searched, int, Found]](), list[int]()
     for one in parts:
         some = first + np.arange(len(one.rows))
-        some = some[usable[some] & (here["unsettled"][some] > 0)]
-        step = max(1, WIDE_CELLS // one.rows[0].numel())  # sites whose rows are held as float64 at a time
-        for few in (some[at : at + step] for at in range(0, len(some), step)):
-            again.append(one.again((few - first).tolist(), int(here["unsettled"][few].max())))
-            sites += few.tolist()
+        some = some[usable[some] & (unsettled[some] > 0)]
+        # A site with many such rows does not send the others the long way.
+        for these in (some[unsettled[some] <= MENDED], some[unsettled[some] > MENDED]):
+            if len(these):
+                places = (these - first).tolist()
+                better = one.again(places, int(unsettled[these].max()))
+                again += [(one, place, found) for place, found in zip(places, better, strict=True)]
+                sites += these.tolist()
         first += len(one.rows)
     if not again:
         return
-    better = fetched({name: torch.cat([one.table[name] for one in again]) for name in again[0].table})
-    for name, value in better.items():
+    copy = torch.stack([one.copy[place] for one, place, _ in again])
+    for name, value in fetched(_fitted([found for _, _, found in again], copy)).items():
         here[name][sites] = value
     # Rows with many neighbours as near as each other to all digits, and what was not finite before.
-    each = [(one, place) for one in again for place in range(len(one.rows))]
-    for site, (one, place) in zip(sites, each, strict=True):
+    for site, (one, place, found) in zip(sites, again, strict=True):
         if here["unsettled"][site]:
-            for name, value in fetched(one.settled(place)).items():
+            for name, value in fetched(one.settled(place, found)).items():
                 here[name][site] = value[0]
 
 

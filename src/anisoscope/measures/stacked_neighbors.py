@@ -17,10 +17,9 @@ from anisoscope.measures.dimension import FACCO_KEPT
 from anisoscope.measures.found import Found
 from anisoscope.measures.later import beside, fetched, side_stream
 from anisoscope.measures.neighbors_fused import can_fuse, search_fused
-from anisoscope.measures.neighbors_gpu import mended, search, settle
+from anisoscope.measures.neighbors_gpu import WIDE_CELLS, mended, search, settle
 from anisoscope.measures.uncertainty import SUBSAMPLE_ROWS, SUBSAMPLES
 
-WIDE_CELLS = 1 << 27  # held as float64 at a time
 MIN_ROWS = 64  # of a subsample, as ``two_nn`` asks for
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Workspace, compute, lookup
 from anisoscope.measures.later import one_thread_each
 from anisoscope.measures.table import measure
+from anisoscope.monitoring.sharing import OfAll, Shared, Sharing, wanted_cells
 from anisoscope.monitoring.stacking import GRADIENT, Stacked, gradient_names, still_note
 from anisoscope.monitoring.views import Analysis, Look, MapView, Name, OfModel, SiteView
 from anisoscope.runs.records import Curve, Failure, Record
@@ -139,13 +140,14 @@ def enter_model(book: Book, of_model: OfModel, device: torch.device) -> None:
 
 
 def _enter_views(book: Book, views: Sequence[SiteView], what: What) -> None:
-    stacked = (
-        Stacked.begin(views, what.measures, what.gradient_measures, norm_of_squares)
-        if views[0].x.device.type == "cuda"
-        else Stacked()
-    )
+    stacked = Stacked()
+    if views[0].x.device.type == "cuda":
+        cells = wanted_cells(what.analyses.values(), views)
+        stacked = Stacked.begin(views, what.measures, what.gradient_measures, norm_of_squares, cells)
     slices = [begin_slice(views, where, what.global_measures) for where in what.slices if where != ALL]
-    analyses = {name: begun for name, one in what.analyses.items() if (begun := _begin(one, views)) is not None}
+    shared = stacked.taken()
+    analyses = {name: begun for name, one in what.analyses.items() if (begun := _begin(one, views, shared)) is not None}
+    del shared
     states, gradients = stacked.finish()  # while a GPU goes on with the analyses
     sliced = [finish() for finish in slices]
     del stacked, slices  # they hold the rows of all sites, and what is left to measure may need the room
@@ -216,13 +218,13 @@ def _enter_slice(book: Book, site: str, one: Slice, what: What) -> None:
             book.fail(site, name, result, one.where)
 
 
-OfAll: TypeAlias = Mapping[str, Mapping[Name, Estimate | Curve | Exception] | Exception]
-
-
-def _begin(analysis: Analysis, views: Sequence[SiteView]) -> Callable[[], OfAll] | None:
+def _begin(analysis: Analysis, views: Sequence[SiteView], shared: Shared | None) -> Callable[[], OfAll] | None:
     """Begin an analysis that takes all sites of a look together, by its method ``begin_together`` or ``together``."""
     at_once: Any = getattr(analysis, "together", None)
     begin: Any = getattr(analysis, "begin_together", None)
+    whose: object = analysis
+    if isinstance(whose, Sharing):
+        begin = partial(whose.begin_together, shared=shared)
     if at_once is None and begin is None:
         return None
 

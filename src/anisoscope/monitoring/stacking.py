@@ -11,18 +11,26 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
 from anisoscope.kernels import sent, sent_on
 from anisoscope.measures.base import with_notes
+from anisoscope.measures.cells import Cells
 from anisoscope.measures.later import fetched_later, no_room
-from anisoscope.measures.stacked import STACKED, Finish, begin
+from anisoscope.measures.row_kernels import squared_lengths
+from anisoscope.measures.stacked import STACKED, Finish, begin, begin_summed
+from anisoscope.monitoring.sharing import Gradients, Shared
 from anisoscope.monitoring.views import SiteView
 
 T = TypeVar("T")
 
 GRADIENT = "gradient_"
+NEAR = (0.5, 2.0**13)
+"""Lengths of the longest row of a gradient that are left as they are. From the lower one on the other rows may be as
+short beside it as if it had been brought to 1, and below the upper one no square is too large for measures."""
+MOST_EXPONENT = 126  # of a power of two that float32 rows are multiplied with
 
 Found: TypeAlias = dict[str, Mapping[str, Estimate]]
 Norm: TypeAlias = Callable[[Tensor, Tensor, int], Estimate]
@@ -50,32 +58,57 @@ def still_note(still: int, n: int) -> tuple[str, ...]:
     return (f"{still:,} of {n:,} rows of the gradient are zero and were left out",) if still else ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stacked:
-    """Measures under way. Without anything begun, nothing comes out."""
+    """Measures under way. Without anything begun, nothing comes out.
+
+    ``shared`` is what was made for them; it is to be taken out by whom it is for, so that it is not held for longer.
+    """
 
     states: Callable[[], Found] = field(default=dict)
     gradients: Callable[[], Found] = field(default=dict)
+    shared: Shared | None = None
 
     @classmethod
     def begin(
-        cls, views: Sequence[SiteView], measures: Sequence[str], gradient_measures: Sequence[str], norm: Norm
+        cls,
+        views: Sequence[SiteView],
+        measures: Sequence[str],
+        gradient_measures: Sequence[str],
+        norm: Norm,
+        cells: Cells | None = None,
     ) -> Stacked:
-        """Begin what these views have in common; ``norm`` makes the norm of squared lengths of rows."""
-        return with_room(lambda: cls._begin(views, measures, gradient_measures, norm), cls())
+        """Begin what these views have in common; ``norm`` makes the norm of squared lengths of rows. Sums over
+        ``cells`` of the rows of states are shared, where they are formed."""
+        return with_room(lambda: cls._begin(views, measures, gradient_measures, norm, cells), cls())
 
     @classmethod
     def _begin(
-        cls, views: Sequence[SiteView], measures: Sequence[str], gradient_measures: Sequence[str], norm: Norm
+        cls,
+        views: Sequence[SiteView],
+        measures: Sequence[str],
+        gradient_measures: Sequence[str],
+        norm: Norm,
+        cells: Cells | None,
     ) -> Stacked:
         first = views[0].x
         alike = all((v.x.shape, v.x.dtype, v.x.device) == (first.shape, first.dtype, first.device) for v in views)
         if not alike:
             return cls()
         names = [name for name in measures if name in STACKED]
-        gradients = _begin_gradients(views, gradient_measures, norm)
-        states = begin([view.x for view in views], names) if names else (lambda: [])
-        return cls(lambda: _by_site(views, states), gradients())
+        begun = _begin_gradients(views, gradient_measures, norm)
+        if not names or first.dtype != torch.float32:
+            return cls(gradients=begun()[0])
+        x = torch.stack([view.x for view in views])
+        states, sums = begin_summed(x, names, cells)
+        gradients, rows = begun()
+        shared = Shared(tuple(view.site for view in views), x, sums, rows)
+        return cls(lambda: _by_site(views, states), gradients, shared)
+
+    def taken(self) -> Shared | None:
+        """What is shared, handed over."""
+        shared, self.shared = self.shared, None
+        return shared
 
     def finish(self) -> tuple[Found, Found]:
         """Results by site: of states by measure, of gradients by the names of their records."""
@@ -99,16 +132,39 @@ def _with_reason(found: Estimate) -> Estimate:
 
 def _begin_gradients(
     views: Sequence[SiteView], measures: Sequence[str], norm: Norm
-) -> Callable[[], Callable[[], Found]]:
-    """Ask for the lengths of the rows, which say what is to be measured of them; then begin that; then give it."""
+) -> Callable[[], tuple[Callable[[], Found], Gradients | None]]:
+    """Ask for the lengths of the rows, which say what is to be measured of them; then begin that; then give it. Beside
+    it the gradients themselves, where all views have one."""
     whole = [view for view in views if view.g is not None and view.g.dtype == torch.float32 and len(view.g)]
     if not whole or not set(measures) <= set(STACKED):
-        return lambda: dict
+        return lambda: (dict, None)
     if len({(view.g.shape, view.g.device) for view in whole if view.g is not None}) > 1:
-        return lambda: dict
+        return lambda: (dict, None)
     rows = torch.stack([view.g for view in whole if view.g is not None])
-    lengths = fetched_later({"": torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64).square_()})
-    return lambda: _begin_moving(whole, rows, torch.from_numpy(lengths()[""]), measures, norm)
+    lengths = fetched_later({"": squared_lengths(rows)})
+
+    def begun() -> tuple[Callable[[], Found], Gradients | None]:
+        squares = torch.from_numpy(lengths()[""])
+        longest = squares.amax(dim=1).sqrt().tolist()
+        _bring_near(rows, longest)
+        given = Gradients(rows, tuple(longest)) if len(whole) == len(views) else None
+        return _begin_moving(whole, rows, squares, measures, norm), given
+
+    return begun
+
+
+def _bring_near(rows: Float[Tensor, "s n d"], longest: Sequence[float]) -> None:
+    """Multiply rows of each site, in place, by the power of two that brings the longest of them near 1.
+
+    No measure and no share of energy sees it, and no digit changes; it keeps squares in range. Where all lengths are
+    ordinary there is nothing to keep, and nothing is done.
+    """
+    near = [NEAR[0] <= one < NEAR[1] or not 0 < one < math.inf for one in longest]
+    exponents = [
+        0 if fine else min(-math.frexp(one)[1], MOST_EXPONENT) for one, fine in zip(longest, near, strict=True)
+    ]
+    if any(exponents):
+        rows *= sent([math.ldexp(1.0, one) for one in exponents], rows)[:, None, None]
 
 
 def _begin_moving(
@@ -120,14 +176,10 @@ def _begin_moving(
     if not any(good):
         return dict
     left = int((~moving[0]).sum())
-    # By a power of two, which none of these measures sees.
-    largest = squares.amax(dim=1).sqrt().tolist()
-    factors = [math.ldexp(1.0, -math.frexp(one)[1]) for one, fine in zip(largest, good, strict=True) if fine]
-    scaled = rows if all(good) else rows[torch.tensor(good).nonzero().reshape(-1).to(rows.device)]
+    chosen = rows if all(good) else rows[torch.tensor(good).nonzero().reshape(-1).to(rows.device)]
     if left:
-        scaled = scaled.index_select(1, sent_on(moving[0].nonzero().reshape(-1), rows))
-    scaled = scaled * sent(factors, rows)[:, None, None]
-    finish = begin(scaled, list(measures))
+        chosen = chosen.index_select(1, sent_on(moving[0].nonzero().reshape(-1), rows))
+    finish = begin(chosen, list(measures))
 
     def finished() -> Found:
         found: Found = {}

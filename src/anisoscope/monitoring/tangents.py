@@ -17,6 +17,8 @@ from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError, OptionError, SiteError, TooFewRowsError, choose
 from anisoscope.estimate import Estimate
+from anisoscope.measures.cells import Cells
+from anisoscope.monitoring.sharing import OfAll, Shared
 from anisoscope.monitoring.tangent_parts import (
     DRIFT,
     OVERLAP,
@@ -28,8 +30,9 @@ from anisoscope.monitoring.tangent_parts import (
     labels_of,
     plain,
 )
-from anisoscope.monitoring.tangents_together import STACKED, Prepared, alike, begin_stacked, prepared
-from anisoscope.monitoring.views import MapView, Name, SiteView
+from anisoscope.monitoring.tangents_together import Prepared, begin_stacked, prepared
+from anisoscope.monitoring.tangents_told import Told
+from anisoscope.monitoring.views import Name, SiteView
 from anisoscope.runs.records import Curve
 from anisoscope.stats.moments import Moments
 from anisoscope.stats.precision import unrecorded
@@ -147,7 +150,7 @@ class TangentAnalysis:
             found[f"tangent: {part.__name__.strip('_')}"] = error
         return found
 
-    def together(self, views: Sequence[SiteView]) -> dict[str, Mapping[Name, Result] | Exception]:
+    def together(self, views: Sequence[SiteView]) -> OfAll:
         """All results of all sites by site, an exception where a site gave none.
 
         On a GPU ordinary sites share their work, and what they say is what each says alone, up to rounding; semi-NMF
@@ -155,12 +158,12 @@ class TangentAnalysis:
         """
         return self.begin_together(views)()
 
-    def begin_together(self, views: Sequence[SiteView]) -> Callable[[], dict[str, Mapping[Name, Result] | Exception]]:
+    def begin_together(self, views: Sequence[SiteView], shared: Shared | None = None) -> Callable[[], OfAll]:
         """The same in two parts, so that a GPU has work while something else is told."""
         on_gpu = bool(views) and views[0].x.device.type == "cuda"
-        stacked = self.begin_stacked(views) if on_gpu else dict
+        stacked = self.begin_stacked(views, shared) if on_gpu else dict
 
-        def finish() -> dict[str, Mapping[Name, Result] | Exception]:
+        def finish() -> OfAll:
             found: dict[str, Mapping[Name, Result] | Exception] = dict(stacked())
             for view in views:
                 if view.site not in found:
@@ -172,20 +175,27 @@ class TangentAnalysis:
 
         return finish
 
-    def stacked(self, views: Sequence[SiteView]) -> dict[str, Mapping[Name, Result]]:
+    def stacked(self, views: Sequence[SiteView]) -> Told:
         """Results of those sites that can be taken together, on any device."""
         return self.begin_stacked(views)()
 
-    def begin_stacked(self, views: Sequence[SiteView]) -> Callable[[], dict[str, Mapping[Name, Result]]]:
+    def begin_stacked(self, views: Sequence[SiteView], shared: Shared | None = None) -> Callable[[], Told]:
         """Begin with those sites."""
-        if any(self._due(view) for view in views) or not set(self.proxies) <= set(STACKED) or not alike(views):
-            return dict
-        if self._prepared is None or not self._prepared.fits(views[0]):
-            try:
-                self._prepared = prepared(self, views[0], BOOTSTRAPS)
-            except AnisoscopeError:  # too few sequences, unknown ids: told site by site
-                return dict
-        return begin_stacked(self, views, self._prepared)
+        ready = self._ready(views)
+        return dict if ready is None else begin_stacked(self, views, ready, shared)
+
+    def shared_cells(self, views: Sequence[SiteView]) -> Cells | None:
+        """The halves of the rows, whose sums fits start from; see ``sharing.Sharing``."""
+        ready = self._ready(views)
+        return None if ready is None else ready.cells
+
+    def _ready(self, views: Sequence[SiteView]) -> Prepared | None:
+        """What depends on the tokens alone; None where these sites cannot be taken together."""
+        if any(self._due(view) for view in views):
+            return None
+        found = prepared(self, views, self._prepared, BOOTSTRAPS)
+        self._prepared = found or self._prepared
+        return found
 
     def _due(self, view: SiteView) -> bool:
         """Whether the dear checks are due."""
@@ -350,7 +360,7 @@ class TangentAnalysis:
         rows: dict[str, Tensor] = {}
         for name, maps in (("writer", view.writers), ("update", view.updates)):
             if name in self.gradients and maps:
-                rows[name] = torch.cat([one.rows for one in maps]) if len(maps) > 1 else _only(maps)
+                rows[name] = torch.cat([one.rows for one in maps]) if len(maps) > 1 else maps[0].rows
         if "embedding" in self.gradients and view.embedding is not None:
             rows["embedding"] = view.embedding.rows
         for name, matrix in rows.items():
@@ -408,7 +418,3 @@ class TangentAnalysis:
             stderr=None if any(bar is None for bar in bars) else tuple(bar or 0.0 for bar in bars),
             x_label="rank of the proxy", y_label="energy ratio",
         )  # fmt: skip
-
-
-def _only(maps: Sequence[MapView]) -> Tensor:
-    return maps[0].rows

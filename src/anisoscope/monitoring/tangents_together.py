@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import AnisoscopeError
 from anisoscope.kernels import sent
+from anisoscope.measures.cells import Cells, CellSums
 from anisoscope.measures.later import beside, fetched_later, leading_later, side_stream
 from anisoscope.measures.leading import BLOCK
+from anisoscope.monitoring.sharing import Shared
 from anisoscope.monitoring.stacking import with_room
 from anisoscope.monitoring.tangent_parts import Asked, labels_of
 from anisoscope.monitoring.tangents_told import ByType, Told, told, told_by_type
@@ -40,6 +41,7 @@ class Prepared:
     ids: Tensor
     sequences: Tensor
     layout: Layout
+    cells: Cells
     types: Types | AnisoscopeError | None
 
     def fits(self, view: SiteView) -> bool:
@@ -66,25 +68,42 @@ def alike(views: Sequence[SiteView]) -> bool:
     )
 
 
-def prepared(asked: Asked, view: SiteView, bootstraps: int) -> Prepared:
+def prepared(asked: Asked, views: Sequence[SiteView], known: Prepared | None, bootstraps: int) -> Prepared | None:
+    """What there is to prepare for these views, or what is ``known`` from the last look where their tokens are the
+    same; None where they cannot be taken together."""
+    if not set(asked.proxies) <= set(STACKED) or not alike(views):
+        return None
+    if known is not None and known.fits(views[0]):
+        return known
+    try:
+        return _prepared(asked, views[0], bootstraps)
+    except AnisoscopeError:  # too few sequences, unknown ids: told site by site
+        return None
+
+
+def _prepared(asked: Asked, view: SiteView, bootstraps: int) -> Prepared:
     """Halves, groups and types of the tokens of a view."""
     device = view.x.device
     halves = Halves.of(view.sequences, asked.seed, device)
-    bins, labels, types = None, list[str](), None
+    bins, labels = None, list[str]()
+    types: Types | AnisoscopeError | None = None
     if asked._bins is not None and asked.counts is not None:
         bins, labels = asked._bins.bin_of(view.ids), labels_of(asked._bins)
         try:
             types = Types.of(view.ids, asked._bins, asked.counts, bootstraps, asked.seed, device)
         except AnisoscopeError as error:  # told at each site; the other parts have something to say all the same
-            return Prepared(view.ids, view.sequences, Layout.of(halves, bins, labels), error)
-    return Prepared(view.ids, view.sequences, Layout.of(halves, bins, labels), types)
+            types = error
+    cells = Cells.of(halves.rows, len(view.x))
+    return Prepared(view.ids, view.sequences, Layout.of(halves, bins, labels), cells, types)
 
 
-def begin_stacked(asked: Asked, views: Sequence[SiteView], ready: Prepared) -> Callable[[], Told]:
+def begin_stacked(
+    asked: Asked, views: Sequence[SiteView], ready: Prepared, shared: Shared | None = None
+) -> Callable[[], Told]:
     """Begin with the sites that are ordinary; the function returned gives their results by site, and moves trackers on
-    for these alone."""
+    for these alone. What is ``shared`` is not made again."""
     begun = [
-        with_room(partial(_begin, asked, some, ready, first=first), _nothing)
+        with_room(partial(_begin, asked, some, ready, shared, first=first), _nothing)
         for some, first in ((_warm(asked, views), False), (_cold(asked, views), True))
     ]
 
@@ -101,33 +120,86 @@ def _nothing() -> Told:
     return {}
 
 
-def _begin(asked: Asked, views: Sequence[SiteView], ready: Prepared, *, first: bool) -> Callable[[], Told]:
+def _begin(
+    asked: Asked, views: Sequence[SiteView], ready: Prepared, shared: Shared | None, *, first: bool
+) -> Callable[[], Told]:
     """Of sites that all have a proxy from an earlier look, or all have none (``first``)."""
     while views:
-        begun = _attempt(asked, views, ready, first=first)
+        begun = _attempt(asked, views, ready, Rows.of(views, shared, ready.cells), first=first)
         if callable(begun):
             return begun
         views = begun  # without those that are not ordinary; all else of the attempt is gone
     return _nothing
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows and gradients of some sites, sums over halves of the rows where they are known, and what says, later, which
+    factor brings each site's gradients into range, as ``units.in_range``: None where the site is not ordinary."""
+
+    x: Float[Tensor, "s n d"]
+    g: Float[Tensor, "s n d"]
+    sums: CellSums | None
+    scales: Callable[[], list[float | None]]
+
+    @classmethod
+    def of(cls, views: Sequence[SiteView], shared: Shared | None, cells: Cells) -> Rows:
+        """What is shared of these views is taken, the rest is made here. Gradients that are shared are in range."""
+        places = [] if shared is None else [shared.sites.index(view.site) for view in views]
+        of_all = shared is not None and places == list(range(len(shared.sites)))
+        some = None if shared is None or of_all else sent(places, shared.x, torch.int64)
+
+        def picked(rows: Tensor) -> Tensor:
+            return rows if some is None else rows.index_select(0, some)
+
+        near, sums = (None, None) if shared is None else (shared.gradients, shared.sums)
+        x = _stacked([view.x for view in views]) if shared is None else picked(shared.x)
+        g = _stacked([view.g for view in views]) if near is None else picked(near.rows)
+        asked_for = {"x": _largest(x) if sums is None else picked(sums.size)}
+        if near is None:
+            asked_for["g"] = _largest(g)
+        later = fetched_later(asked_for)
+
+        def scales() -> list[float | None]:
+            found = later()
+            if near is not None:
+                factors = [1.0 if 0 < near.longest[place] < math.inf else None for place in places]
+            else:
+                factors = [power_of_two_scale(one) if 0 < one < math.inf else None for one in found["g"].tolist()]
+            fine = [math.isfinite(one) and power_of_two_scale(one) == 1 for one in found["x"].tolist()]
+            return [factor if good else None for factor, good in zip(factors, fine, strict=True)]
+
+        by_half = None if sums is None or sums.by_cell is None or sums.by_cell.cells is not cells else sums.by_cell
+        if by_half is not None and some is not None:
+            by_half = by_half.of_sites(some)
+        return cls(x, g, by_half, scales)
+
+
+def _stacked(each: Sequence[Tensor | None]) -> Float[Tensor, "s n d"]:
+    return torch.stack([one for one in each if one is not None])
+
+
+def _largest(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s"]:
+    """The largest entry of each site by size."""
+    return torch.stack(torch.aminmax(rows.flatten(1), dim=1)).abs().amax(dim=0)
+
+
 def _attempt(
-    asked: Asked, views: Sequence[SiteView], ready: Prepared, *, first: bool
+    asked: Asked, views: Sequence[SiteView], ready: Prepared, rows: Rows, *, first: bool
 ) -> Callable[[], Told] | Sequence[SiteView]:
     """The same if all of these are of ordinary size; those that are, if not all."""
-    x, g = (torch.stack([getattr(view, name) for view in views]) for name in ("x", "g"))
-    asked_for = _begin_scales(x, g)
+    x, g = rows.x, rows.g
     rank, (sites, _, width) = asked.rank, x.shape
     layout, types = ready.layout, ready.types
-    centred = Centred.of(x, layout.halves.rows)
+    centred = Centred.of(x, layout.halves.rows, rows.sums)
     later = _begin_pca(asked, views, centred)
     summed = _begin_types(x, types, layout)
-    scales = asked_for()
+    scales = rows.scales()
     if None in scales:
         return [view for view, scale in zip(views, scales, strict=True) if scale is not None]
     factors = [scale for scale in scales if scale is not None]
     if any(scale != 1 for scale in factors):
-        g *= sent(factors, g)[:, None, None]  # shares do not see the factor
+        g *= sent(factors, g)[:, None, None]  # shares do not see the factor; and these are nobody else's
     fits = _seminmf(asked, views, centred, first=first)
     fits |= later()
     # By site, kind, half.
@@ -166,21 +238,6 @@ def _cold(asked: Asked, views: Sequence[SiteView]) -> list[SiteView]:
     """Views that nothing was fitted for yet."""
     known = {site for site, _, _ in asked._trackers}
     return [view for view in views if view.site not in known and asked.mode == "refit"]
-
-
-def _begin_scales(x: Float[Tensor, "s n d"], g: Float[Tensor, "s n d"]) -> Callable[[], list[float | None]]:
-    """What brings the gradients of each view into range, as ``units.in_range``; None where it is not ordinary."""
-    ends = torch.stack([end for rows in (x, g) for end in torch.aminmax(rows.flatten(1), dim=1)])
-    later = fetched_later({"": ends})
-
-    def finish() -> list[float | None]:
-        of_x, of_g = np.abs(later()[""].reshape(2, 2, -1)).max(axis=1).tolist()
-        return [
-            power_of_two_scale(g) if math.isfinite(x) and power_of_two_scale(x) == 1 and 0 < g < math.inf else None
-            for x, g in zip(of_x, of_g, strict=True)
-        ]
-
-    return finish
 
 
 def _begin_pca(asked: Asked, views: Sequence[SiteView], centred: Centred) -> Callable[[], dict[str, Fits]]:

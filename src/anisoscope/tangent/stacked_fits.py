@@ -14,9 +14,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.kernels import kernels_run, sent
+from anisoscope.measures.cells import CellSums
 from anisoscope.measures.later import Answer, answered_later
 from anisoscope.measures.leading import orthonormal_columns
-from anisoscope.measures.row_kernels import centred, column_sums
+from anisoscope.measures.row_kernels import centred, centred_by_cell, column_sums, squared_lengths
 from anisoscope.stats.moments import cell_grams, in_parts
 from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
 from anisoscope.tangent.sweeps import account, has_kernels, inverses, swept_all
@@ -44,21 +45,23 @@ class Centred:
     total: Float[Tensor, "f"]
 
     @classmethod
-    def of(cls, x: Float[Tensor, "s n d"], halves: tuple[Int[Tensor, "i"], Int[Tensor, "j"]]) -> Centred:
-        """The two halves of each site's rows."""
+    def of(
+        cls,
+        x: Float[Tensor, "s n d"],
+        halves: tuple[Int[Tensor, "i"], Int[Tensor, "j"]],
+        sums: CellSums | None = None,
+    ) -> Centred:
+        """The two halves of each site's rows; their ``sums`` are formed where they are not given."""
         sites, _, width = x.shape
         most = max(len(half) for half in halves)
         rows = x.new_empty(sites, 2, most, width)
-        mean = x.new_empty(sites, 2, width, dtype=torch.float64)
-        scatter = x.new_empty(sites, 2, width, width, dtype=torch.float64)
-        step = max(1, WIDE_CELLS // (most * width))  # sites whose rows are held apart, in float64 without kernels
         for half, at in enumerate(halves):
             rows[:, half, len(at) :] = 0
-            for first in range(0, sites, step):
-                few = slice(first, first + step)
-                near = rows[few, half, : len(at)]
-                mean[few, half] = _centre(x[few].index_select(1, at), near)
-                cell_grams(near, (len(at),), scatter[few, half : half + 1])
+        if sums is None:
+            mean, scatter = _summed(x, halves, rows)
+        else:
+            mean, scatter = sums.means, sums.scatter
+            _centre_by_half(x, sums, rows)
         total = scatter.diagonal(dim1=2, dim2=3).sum(dim=2)
         counts = sent([len(half) for half in halves], halves[0]).repeat(sites)
         return cls(rows.flatten(0, 1), counts, mean.flatten(0, 1), scatter.flatten(0, 1), total.flatten())
@@ -77,6 +80,23 @@ class Centred:
         return {"explained": held.clamp_max(1.0), "mean_share": share}
 
 
+def _summed(
+    x: Float[Tensor, "s n d"], halves: tuple[Int[Tensor, "i"], Int[Tensor, "j"]], rows: Float[Tensor, "s two m d"]
+) -> tuple[Float[Tensor, "s two d"], Float[Tensor, "s two d d"]]:
+    """Means and scatters of both halves, whose centred rows are written to ``rows``."""
+    sites, _, width = x.shape
+    mean = x.new_empty(sites, 2, width, dtype=torch.float64)
+    scatter = x.new_empty(sites, 2, width, width, dtype=torch.float64)
+    step = max(1, WIDE_CELLS // rows[0, 0].numel())  # sites whose rows are held apart, in float64 without kernels
+    for half, at in enumerate(halves):
+        for first in range(0, sites, step):
+            few = slice(first, first + step)
+            near = rows[few, half, : len(at)]
+            mean[few, half] = _centre(x[few].index_select(1, at), near)
+            cell_grams(near, (len(at),), scatter[few, half : half + 1])
+    return mean, scatter
+
+
 def _centre(rows: Float[Tensor, "s n d"], out: Float[Tensor, "s n d"]) -> Float[Tensor, "s d"]:
     """Means of rows, float64; rows less their mean are written to ``out``. Rows of float64 are written over."""
     if rows.dtype == torch.float32 and kernels_run(rows.device):
@@ -87,6 +107,19 @@ def _centre(rows: Float[Tensor, "s n d"], out: Float[Tensor, "s n d"]) -> Float[
     mean = wide.mean(dim=1)
     out.copy_(wide.sub_(mean[:, None]))
     return mean
+
+
+def _centre_by_half(x: Float[Tensor, "s n d"], sums: CellSums, out: Float[Tensor, "s two m d"]) -> None:
+    """Rows of each half less their mean, written to ``out``."""
+    cells = sums.cells
+    if x.dtype == torch.float32 and x.stride(2) == 1 and kernels_run(x.device):
+        centred_by_cell(x, sums.mean, sums.means, cells.number, cells.filled, out.flatten(1, 2))
+        return
+    step = max(1, WIDE_CELLS // out[0, 0].numel())
+    for half, at in enumerate(cells.rows):
+        for first in range(0, len(x), step):
+            few = slice(first, first + step)
+            out[few, half, : len(at)] = x[few].index_select(1, at).double().sub_(sums.means[few, half, None])
 
 
 @dataclass(frozen=True)
@@ -126,7 +159,7 @@ def seminmf_fits(centred: Centred, start: Float[Tensor, "f k d"]) -> Fits:
     ordinary = centred.spread() & (centred.total > 0)
     concepts, codes, iterations, settled, sound = _descend(a, concepts, centred.total)
     small = concepts.to(a.dtype)
-    lost = torch.baddbmm(a, codes.transpose(1, 2), small, alpha=-1).square_().sum(dim=(1, 2), dtype=torch.float64)
+    lost = squared_lengths(torch.baddbmm(a, codes.transpose(1, 2), small, alpha=-1)).sum(dim=1)
     second = second_moments(codes).diagonal(dim1=1, dim2=2)
     length = torch.linalg.vector_norm(concepts, dim=2)
     order = (second * length.square()).argsort(dim=1, descending=True, stable=True)
