@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/anisoscope demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadscope
+	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,20 +1,20 @@
 """What every test shares: shape and type checks on the whole package, seeds, Hypothesis settings, `import oracles`.
 
-The hook must come before the first import of anisoscope, so nothing above it may import the package.
+Checks must be in place before the first import of anisoscope, so nothing above them may import the package.
 """
 
 import os
 import sys
 from pathlib import Path
 
-from jaxtyping import install_import_hook
+sys.path.insert(0, str(Path(__file__).parent))
+
+import shape_checks
 
 # Kernels are left out: Triton reads their source, and finds nothing of it in what wraps them.
 PACKAGE = Path(__file__).parent.parent / "src" / "anisoscope"
 PARTS = [f"anisoscope.{one.stem}" for one in PACKAGE.iterdir() if one.stem != "kernels"]
-# The tower lets an int stand for a float, as type checkers do (PEP 484).
-install_import_hook(PARTS, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
-sys.path.insert(0, str(Path(__file__).parent))
+shape_checks.install(PARTS)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -26,6 +26,20 @@ settings.register_profile("anisoscope", deadline=None, derandomize=True, max_exa
 settings.load_profile("anisoscope")
 
 FEW = [0, 42]
+
+# Modules that take longest come first, the longest of all at the head: one begun last would run beside an idle core.
+# `make test` gives out whole modules in this order.
+DEAR = (
+    "calibration", "theory_recovery", "watching", "monitor", "train_command", "kernels", "stacked", "tridiagonal",
+    "small_eigh", "invariances", "theory", "regularizers", "seminmf", "oracles", "cli", "grams", "store_kill",
+    "tangent_calibration", "train", "theory_learning", "hostile", "sites", "quality_report", "stacked_controls",
+    "interventions", "quality", "type_kernel", "truths", "states",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    place = {f"test_{name}": at for at, name in enumerate(DEAR)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 def _seeds(few):
@@ -43,5 +57,5 @@ def seed(request):
 
 @pytest.fixture(params=_seeds(FEW[:1]))
 def one_seed(request):
-    """For tests that go through many forms of the same data: one seed unless more are asked for."""
+    """For tests that go through many forms of the same data, and for dear experiments: one unless more are asked."""
     return request.param

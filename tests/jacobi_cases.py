@@ -52,13 +52,13 @@ def errors(matrices):
 def covariances():
     """Eigenvalues that are not negative, within the sweeps that those take."""
     small_eigh.SWEEPS = COVARIANCE_SWEEPS
-    settled = torch.diag(1 / (1 + torch.arange(32.0).double())) + 1e-6 * symmetric(draw(32, 32, seed=3))
-    close = torch.cat([1 + 1e-9 * torch.arange(6), 2 + 1e-9 * torch.arange(6)])
+    settled = torch.diag(1 / (1 + torch.arange(29.0).double())) + 1e-6 * symmetric(draw(29, 29, seed=3))
+    close = torch.cat([1 + 1e-9 * torch.arange(4), 2 + 1e-9 * torch.arange(4)])
     return {
-        "over fifteen decades": errors(turned(torch.logspace(0, -15, 32))),
+        "over fifteen decades": errors(turned(torch.logspace(0, -15, 16))),
         "nearly settled": errors(settled[None]),
         "repeated": errors(turned([1.0] * 7 + [2.0] * 7, seed=1)),
-        "few directions": errors(turned([0.0] * 10 + [1.0, 2, 3], seed=2)),
+        "few directions": errors(turned([0.0] * 4 + [1.0, 2, 3], seed=2)),
         "close": errors(turned(close, seed=4)),
         "one far": errors(turned([1.0] * 7 + [1e9], seed=5)),
     }
@@ -67,7 +67,8 @@ def covariances():
 def others():
     """Both signs, all scales, sizes that are no power of two, and several at once."""
     small_eigh.SWEEPS = 30
-    both = symmetric(draw(2, 12, 12, seed=7))
+    small_eigh.LEAST = 4  # the interpreter is slow
+    both = symmetric(draw(1, 7, 7, seed=7))
     graded = torch.logspace(0, -12, 8).double() * torch.tensor([1.0, -1] * 4)
     signs = torch.diag(torch.tensor([3.0, -1, 0, 7, 2]).double())[None]
     return {

@@ -165,7 +165,9 @@ def main():
             **flags,
         ),
         "account": compiled(
-            codes.account, {"K": 16, "P": 16, "W": codes.WIDTH}, **wide(codes.account) | flags | {"tolerance": "fp64"}
+            codes.account,
+            {"K": 16, "P": 16, "W": codes.ENTRIES // 16},
+            **wide(codes.account) | flags | {"tolerance": "fp64"},
         ),
         **{
             f"in_halves, {side}": compiled(

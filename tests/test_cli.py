@@ -42,12 +42,14 @@ def run(*arguments, cwd=None, **settings):
     return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
 
 
-# Importing torch takes longer than refusing a file: this process imports it once and forks one child for each case.
+# Imports take longer than refusing a file: this process makes them once and forks one child for each case.
 FORKS = """
-import json, os, sys, traceback
+import importlib, json, os, sys, traceback
 import torch
 from anisoscope import cli
 
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 results = {}
 for case, arguments in json.load(sys.stdin).items():
     child = os.fork()
@@ -71,10 +73,10 @@ json.dump(results, sys.stdout)
 """
 
 
-def run_many(cases, cwd):
-    """The same for a dictionary of argument lists."""
+def run_many(cases, cwd, *ahead):
+    """The same for a dictionary of argument lists; modules that most of them need are imported ahead."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::ResourceWarning", "-c", FORKS],
+        [sys.executable, "-W", "ignore::ResourceWarning", "-c", FORKS, *ahead],
         input=json.dumps(cases),
         env=ENVIRONMENT,
         cwd=cwd,
@@ -214,7 +216,11 @@ USAGE = {
 
 @pytest.fixture(scope="module")
 def answers(folder):
-    return run_many({case: ["measure", *arguments] for case, (arguments, _) in BAD.items()} | USAGE, folder)
+    return run_many(
+        {case: ["measure", *arguments] for case, (arguments, _) in BAD.items()} | USAGE,
+        folder,
+        "anisoscope.measures.table",
+    )
 
 
 def check_refusal(answer, message):

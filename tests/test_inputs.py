@@ -4,15 +4,20 @@ The rows are whole numbers from 0 to 120, which every type down to bfloat16 and 
 """
 
 import mmap
+from dataclasses import dataclass
 from itertools import pairwise
 
+import beartype
 import jaxtyping
 import numpy as np
 import pytest
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 import anisoscope as an
 from anisoscope.errors import EmptyInputError, NonFiniteError, ShapeError
+from anisoscope.measures.neighbors import nearest_neighbors
 from anisoscope.rows import CHUNK_ROWS, as_rows
 
 N, WIDTH = 240, 8
@@ -426,3 +431,73 @@ def test_every_public_name_stays_what_it_is():
         assert callable(getattr(an, name))
     assert {name: getattr(an, name) for name in an.__all__} == first
     assert an.measure_names() == an.measure_names()
+
+
+checked = jaxtyping.jaxtyped(typechecker=beartype.beartype)  # as the import hook writes it at each function
+
+
+class TestChecks:
+    """What shape_checks.py checks in every call: types, and shapes by one set of axes."""
+
+    @pytest.fixture(autouse=True)
+    def with_type_checks(self, without_type_checks):
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+    def test_shapes_of_a_call_are_of_one_set_of_axes(self):
+        @checked
+        def sums(a: Float[Tensor, "n d"], b: Float[Tensor, "n"], turned: bool = False) -> Float[Tensor, "d"]:
+            return b @ a if not turned else a @ a.T @ b
+
+        rows, weights = torch.ones(3, 2), torch.ones(3)
+        assert sums(rows, weights).shape == (2,) and sums(rows[:, :1], b=weights).shape == (1,), "axes of each call"
+        assert sums(torch.ones(2, 2), torch.ones(2), turned=True).shape == (2,)
+        for wrong in ((rows, torch.ones(2)), (rows[0], weights), (rows.long(), weights), (rows, weights, True)):
+            with pytest.raises(jaxtyping.TypeCheckError):
+                sums(*wrong)
+        jaxtyping.config.update("jaxtyping_disable", True)
+        assert sums(rows, weights, True).shape == (3,), "unless it is told not to"
+
+    def test_types_and_what_is_returned(self):
+        @checked
+        def half(n: float, *, what: str = "x") -> float:
+            return what if what != "x" else n / 2
+
+        assert half(3) == 1.5, "an int may stand for a float"
+        for wrong, named in ((("3",), {}), ((3,), {"what": 3}), ((3,), {"what": "returned"})):
+            with pytest.raises(jaxtyping.TypeCheckError):
+                half(*wrong, **named)
+
+    def test_axes_of_a_call_are_not_those_of_its_caller(self):
+        @checked
+        def inner(a: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+            return a
+
+        @checked
+        def outer(a: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+            return inner(inner(torch.ones(7))[: len(a)])
+
+        assert outer(torch.ones(3)).shape == (3,)
+
+    def test_methods_and_fields(self):
+        @checked
+        @dataclass(frozen=True)
+        class Rows:
+            x: Float[Tensor, "n d"]
+            size: Float[Tensor, "n"]
+
+            @classmethod
+            @checked
+            def of(cls, n: int) -> "Rows":
+                return cls(torch.ones(n, 2), torch.ones(n))
+
+        assert Rows.of(3).x.shape == (3, 2)
+        with pytest.raises(jaxtyping.TypeCheckError):
+            Rows.of("3")
+        with pytest.raises(jaxtyping.TypeCheckError):
+            Rows(torch.ones(3, 2), torch.ones(2))
+
+    def test_the_package_is_checked(self):
+        with pytest.raises(jaxtyping.TypeCheckError):
+            nearest_neighbors(torch.ones(3), 2)
+        with pytest.raises(jaxtyping.TypeCheckError):
+            an.Estimate(value="1.0", stderr=None, n=3, method="m")

@@ -50,12 +50,18 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_here():
     assert max(shared.values()) <= 160 * 1024, shared  # what every GPU with tensor cores for float16 products has
 
 
-def test_groups_are_those_of_the_kernels():
-    assert run("groups") is True
+@pytest.fixture(scope="module")
+def small():
+    """Cases that take less than the start of a process, all in one."""
+    return run("groups", "codes", "inverses", "accounts")
 
 
-def test_rounds_over_codes_are_those_of_the_plain_products():
-    for case, error in run("codes").items():
+def test_groups_are_those_of_the_kernels(small):
+    assert small["groups"] is True
+
+
+def test_rounds_over_codes_are_those_of_the_plain_products(small):
+    for case, error in small["codes"].items():
         assert error < (1e-12 if "64" in case else 1e-5), case
 
 
@@ -70,15 +76,15 @@ def test_one_fit_by_the_kernels_is_that_of_plain_products():
     assert found["0.5 wild"]["careful"] > 3, "momentum that is taken back"
 
 
-def test_small_inverses_and_what_has_none():
-    for found in run("inverses").values():
+def test_small_inverses_and_what_has_none(small):
+    for found in small["inverses"].values():
         assert found["error"] < 1e-12
         assert found["good"] == [True, False, False]
         assert found["rest"] == 0
 
 
-def test_the_account_of_a_half_step():
-    for rank, error in run("accounts").items():
+def test_the_account_of_a_half_step(small):
+    for rank, error in small["accounts"].items():
         assert error < 1e-12, rank
 
 

@@ -6,6 +6,7 @@ ten thousand.
 
 import math
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,14 @@ from anisoscope.tangent.units import Halves
 
 pytestmark = pytest.mark.calibration
 LEVEL = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def small_calls():
+    """Thousands of them: shapes are checked in other tests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def normal(seed, *shape):

@@ -340,8 +340,8 @@ def outcome(name, seed):
 
 
 @pytest.mark.parametrize("name", [one.name for one in MINE])
-def test_an_experiment_agrees_with_its_truths(name, seed):
-    found = outcome(name, seed)
+def test_an_experiment_agrees_with_its_truths(name, one_seed):
+    found = outcome(name, one_seed)
     off = [f"{c.site}, {c.slice}, {c.measure}: {c.estimate.value} for {c.truth}" for c in found.off]
     assert not off
     keys = {(check.site, check.measure, check.slice) for check in found.checks}
@@ -349,9 +349,9 @@ def test_an_experiment_agrees_with_its_truths(name, seed):
     assert len({(series.site, series.name, series.slice) for series in found.series}) == len(found.series)
 
 
-def test_error_bars_mean_something(seed):
+def test_error_bars_mean_something(one_seed):
     """Distances from the truth, in standard errors, are about one, over all checks that have a bar."""
-    z = torch.tensor([check.z for one in MINE for check in outcome(one.name, seed).checks if check.z is not None])
+    z = torch.tensor([check.z for one in MINE for check in outcome(one.name, one_seed).checks if check.z is not None])
     assert len(z) > 100
     assert 0.7 < float(z.square().mean().sqrt()) < 1.4
 
@@ -369,17 +369,17 @@ def named(name, seed, measure, slice=None):
 
 @pytest.mark.parametrize("factor", [1.2**2, 0.8**2, -1.0])
 @pytest.mark.parametrize("measure", ["chord⁴ in arc² − chord²", "arc⁴ in chord² − arc²"])
-def test_chords_reject_a_wrong_curvature_and_a_wrong_sign(seed, factor, measure):
-    assert not any(check.agrees() for check in wrong(named("chords", seed, measure), factor))
+def test_chords_reject_a_wrong_curvature_and_a_wrong_sign(one_seed, factor, measure):
+    assert not any(check.agrees() for check in wrong(named("chords", one_seed, measure), factor))
 
 
-def test_chords_reject_another_power(seed):
-    assert not any(check.agrees() for check in wrong(named("chords", seed, "slope of arc² − chord²"), shift=0.05))
+def test_chords_reject_another_power(one_seed):
+    assert not any(check.agrees() for check in wrong(named("chords", one_seed, "slope of arc² − chord²"), shift=0.05))
 
 
-def test_far_chords_leave_the_law(seed):
+def test_far_chords_leave_the_law(one_seed):
     """At half a turn the chord of a circle is its diameter; the law would have it imaginary."""
-    far = [s for s in outcome("chords", seed).series if s.name == "measured over predicted"]
+    far = [s for s in outcome("chords", one_seed).series if s.name == "measured over predicted"]
     assert len(far) == 7
     for series in far:
         assert series.y[0] == pytest.approx(1, abs=0.2)
@@ -390,13 +390,15 @@ def test_far_chords_leave_the_law(seed):
 
 
 @pytest.mark.parametrize("factor", [1.2**2, 0.8**2])
-def test_visible_curvature_rejects_a_wrong_kappa(seed, factor):
-    assert not any(check.agrees() for check in wrong(named("visible-curvature", seed, "prefactor"), factor))
-    assert not any(check.agrees() for check in wrong(named("visible-curvature", seed, "slope"), shift=0.1))
+def test_visible_curvature_rejects_a_wrong_kappa(one_seed, factor):
+    assert not any(check.agrees() for check in wrong(named("visible-curvature", one_seed, "prefactor"), factor))
+    assert not any(check.agrees() for check in wrong(named("visible-curvature", one_seed, "slope"), shift=0.1))
 
 
-def test_visible_curvature_levels_off_around_a_circle(seed):
-    series = next(s for s in outcome("visible-curvature", seed).series if s.name == "visible curvature beyond the law")
+def test_visible_curvature_levels_off_around_a_circle(one_seed):
+    series = next(
+        s for s in outcome("visible-curvature", one_seed).series if s.name == "visible curvature beyond the law"
+    )
     assert series.law[-1] > 3 * series.y[-1] and series.y[-1] == pytest.approx(3, abs=0.1)
     # Against quadrature over the normal density, at one spread.
     a = torch.linspace(-12, 12, 40_001, dtype=D)
@@ -405,8 +407,8 @@ def test_visible_curvature_levels_off_around_a_circle(seed):
     assert visible.arc_truth(0.7) == pytest.approx(truth)
 
 
-def test_frequency_hides_curvature_only_with_contraction(seed):
-    checks = {(c.site, c.measure): c.estimate for c in outcome("frequency-hides-curvature", seed).checks}
+def test_frequency_hides_curvature_only_with_contraction(one_seed):
+    checks = {(c.site, c.measure): c.estimate for c in outcome("frequency-hides-curvature", one_seed).checks}
     hidden = {
         c: checks[f"contraction {c:g}", "visible, zipf sampling"].value
         / checks[f"contraction {c:g}", "visible, uniform sampling"].value
@@ -414,42 +416,42 @@ def test_frequency_hides_curvature_only_with_contraction(seed):
     }
     assert hidden[0.0] == pytest.approx(1, abs=0.02)
     assert 0.75 < hidden[0.15] < 0.85 and 0.70 < hidden[0.3] < 0.80
-    slopes = [c for c in outcome("frequency-hides-curvature", seed).checks if c.measure == "slope in frequency"]
+    slopes = [c for c in outcome("frequency-hides-curvature", one_seed).checks if c.measure == "slope in frequency"]
     assert not any(check.agrees() for check in wrong(slopes, shift=0.05))
 
 
 @pytest.mark.parametrize("slice", ["independent", "within the cloud", "smooth"])
-def test_a_gradient_rejects_other_slopes(seed, slice):
+def test_a_gradient_rejects_other_slopes(one_seed, slice):
     for measure in ("tangent slope", "normal slope", "ratio slope"):
         for shift in (-0.5, 0.5):
-            assert not any(c.agrees() for c in wrong(named("layer-gradient", seed, measure, slice), shift=shift))
+            assert not any(c.agrees() for c in wrong(named("layer-gradient", one_seed, measure, slice), shift=shift))
 
 
-def test_a_gradient_rejects_a_wrong_kappa(seed):
-    known = named("layer-gradient", seed, "normal part / its closed form")
+def test_a_gradient_rejects_a_wrong_kappa(one_seed):
+    known = named("layer-gradient", one_seed, "normal part / its closed form")
     assert not any(check.agrees() for check in [*wrong(known, 1.2), *wrong(known, 0.8)])
 
 
-def test_a_smooth_signal_breaks_the_ratio_law(seed):
+def test_a_smooth_signal_breaks_the_ratio_law(one_seed):
     """Where the signal hardly changes across the cloud, a smaller cloud has no smaller ratio and a smaller c."""
-    for check in named("layer-gradient", seed, "ratio slope", "smooth"):
+    for check in named("layer-gradient", one_seed, "ratio slope", "smooth"):
         assert abs(check.estimate.value) < 0.05 and not replace(check, truth=1.0).agrees()
-    c = {(x.site, x.slice): x.estimate.value for x in named("layer-gradient", seed, "c at the middle radius")}
-    for site in layer_gradient.surfaces(seed):
+    c = {(x.site, x.slice): x.estimate.value for x in named("layer-gradient", one_seed, "c at the middle radius")}
+    for site in layer_gradient.surfaces(one_seed):
         assert c[site, "smooth"] < 0.1 * c[site, "within the cloud"]
 
 
-def test_training_takes_the_constant_away_and_keeps_the_slopes(seed):
-    c = {(x.site, x.slice): x.estimate.value for x in named("learned-gradient", seed, "c at the middle radius")}
+def test_training_takes_the_constant_away_and_keeps_the_slopes(one_seed):
+    c = {(x.site, x.slice): x.estimate.value for x in named("learned-gradient", one_seed, "c at the middle radius")}
     ratio = {
-        (x.site, x.slice): x.estimate.value for x in named("learned-gradient", seed, "ratio at the largest radius")
+        (x.site, x.slice): x.estimate.value for x in named("learned-gradient", one_seed, "ratio at the largest radius")
     }
-    for site in layer_gradient.surfaces(seed):
+    for site in layer_gradient.surfaces(one_seed):
         course = [c[site, f"after {steps} updates"] for steps in layer_gradient.TRAINING]
         assert course == sorted(course, reverse=True) and course[-1] < course[0] / 20
         assert ratio[site, "after 0 updates"] < 0.2 and ratio[site, "after 30 updates"] > 1
     for measure in ("tangent slope", "normal slope", "ratio slope"):
-        found = [x for x in named("learned-gradient", seed, measure) if x.slice != "after 30 updates"]
+        found = [x for x in named("learned-gradient", one_seed, measure) if x.slice != "after 30 updates"]
         assert not any(check.agrees() for check in wrong(found, shift=0.5))
 
 
@@ -470,14 +472,14 @@ def test_the_gradient_of_the_layer_is_the_gradient_of_its_loss():
     assert float(found.normal[0, 5]) == pytest.approx(float(off.norm()), rel=1e-6)
 
 
-def test_the_counter_example_defeats_the_law(seed):
+def test_the_counter_example_defeats_the_law(one_seed):
     """More tokens make the ratio larger without bound, and every wrong reading is rejected."""
-    ratio = named("counter-example", seed, "ratio slope in tokens")
+    ratio = named("counter-example", one_seed, "ratio slope in tokens")
     assert not any(check.agrees() for check in wrong(ratio, shift=-0.5))
-    assert not any(check.agrees() for check in wrong(named("counter-example", seed, "normal part / t²"), 1.2))
-    signed = named("counter-example", seed, "c, signed")
+    assert not any(check.agrees() for check in wrong(named("counter-example", one_seed, "normal part / t²"), 1.2))
+    signed = named("counter-example", one_seed, "c, signed")
     assert not any(check.agrees() for check in wrong(signed, shift=0.01))
-    dial = next(s for s in outcome("counter-example", seed).series if s.name == "normal / tangent against the dial")
+    dial = next(s for s in outcome("counter-example", one_seed).series if s.name == "normal / tangent against the dial")
     assert dial.y[0] > 50 * dial.y[-1]
 
 

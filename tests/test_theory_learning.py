@@ -52,8 +52,8 @@ def lines_of(name, seed, where=""):
 
 
 @pytest.mark.parametrize("name", list(RUNS))
-def test_measured_within_five_standard_errors(name, seed):
-    found = outcome(name, seed)
+def test_measured_within_five_standard_errors(name, one_seed):
+    found = outcome(name, one_seed)
     assert found.off == ()
     judged = [one for one in found.checks if one.truth is not None]
     assert len(judged) >= (12 if name == "linear" else 2)
@@ -77,27 +77,27 @@ def test_the_same_seed_gives_the_same_outcome():
 # Wrong laws
 
 
-def test_a_gradient_that_keeps_its_direction_is_refused(seed):
+def test_a_gradient_that_keeps_its_direction_is_refused(one_seed):
     """Were all directions to learn at one speed, the first share would stay."""
-    first, later = (check_of("linear", seed, f"gradient: tangent share, step {step}") for step in (0, 2))
+    first, later = (check_of("linear", one_seed, f"gradient: tangent share, step {step}") for step in (0, 2))
     assert refuses(later, first.truth)
 
 
-def test_normal_directions_that_never_learn_are_refused(seed):
+def test_normal_directions_that_never_learn_are_refused(one_seed):
     """Without their own, slow, speeds the change of the weights would turn normal sooner than it does."""
-    _, task = linear_task(seed)
+    _, task = linear_task(one_seed)
     speeds, modes = task.normal_modes
     frozen = replace(task)
     object.__setattr__(frozen, "normal_modes", (torch.zeros_like(speeds), modes))
     assert refuses(
-        check_of("linear", seed, "weight change: tangent share, step 64"), frozen.change_share(64, learning.RATE)
+        check_of("linear", one_seed, "weight change: tangent share, step 64"), frozen.change_share(64, learning.RATE)
     )
 
 
-def test_chance_is_refused_for_signals_that_know_nothing(seed):
-    check = check_of("linear", seed, "independent signals")
+def test_chance_is_refused_for_signals_that_know_nothing(one_seed):
+    check = check_of("linear", one_seed, "independent signals")
     assert refuses(check, learning.D / learning.WIDTH)
-    late = check_of("linear", seed, "at the optimum")
+    late = check_of("linear", one_seed, "at the optimum")
     assert late.truth == check.truth and refuses(late, learning.D / learning.WIDTH)
 
 
@@ -118,34 +118,34 @@ def test_the_first_gradient_of_the_network_knows_the_trace_of_the_form(seed):
 # What was found
 
 
-def test_the_gradient_turns_normal_and_the_change_follows(seed):
-    lines = lines_of("linear", seed)
+def test_the_gradient_turns_normal_and_the_change_follows(one_seed):
+    lines = lines_of("linear", one_seed)
     gradient, change, chance = (lines[name].y for name in ("gradient", "weight change", "chance"))
     assert gradient[0] > 0.9 and gradient[-1] < 1e-3 < chance[0]
     assert list(gradient) == sorted(gradient, reverse=True) and list(change) == sorted(change, reverse=True)
     assert change[-1] < chance[0] < change[5]
-    assert 2 < check_of("linear", seed, "step that turns half").estimate.value < 8
+    assert 2 < check_of("linear", one_seed, "step that turns half").estimate.value < 8
 
 
-def test_independent_signals_stay_at_the_share_of_x(seed):
-    line = lines_of("linear", seed)["independent signals"]
+def test_independent_signals_stay_at_the_share_of_x(one_seed):
+    line = lines_of("linear", one_seed)["independent signals"]
     z = [(y - law) / error for y, law, error in zip(line.y, line.law, line.stderr, strict=True)]
     assert max(abs(one) for one in z) < 5
 
 
-def test_the_network_turns_too_and_even_targets_start_there(seed):
+def test_the_network_turns_too_and_even_targets_start_there(one_seed):
     for site in ("target waves, kappa * spread = 0.5", "its input"):
-        line = lines_of("mlp", seed, site)["gradient"]
+        line = lines_of("mlp", one_seed, site)["gradient"]
         assert line.y[0] > 0.75 and min(line.y) < 0.35
-    even, odd = (check_of("mlp", seed, f"target {task}", "non-cancellation") for task in ("even", "waves"))
+    even, odd = (check_of("mlp", one_seed, f"target {task}", "non-cancellation") for task in ("even", "waves"))
     assert even.estimate.value < 0.1 < 0.2 < odd.estimate.value
-    assert lines_of("mlp", seed, "even waves")["gradient"].y[0] < 0.3
+    assert lines_of("mlp", one_seed, "even waves")["gradient"].y[0] < 0.3
 
 
 @pytest.mark.parametrize("name", list(RUNS))
-def test_every_gradient_holds_at_least_what_the_proposition_leaves(name, seed):
-    for where in {line.slice for line in outcome(name, seed).series}:
-        lines = lines_of(name, seed, where)
+def test_every_gradient_holds_at_least_what_the_proposition_leaves(name, one_seed):
+    for where in {line.slice for line in outcome(name, one_seed).series}:
+        lines = lines_of(name, one_seed, where)
         least, gradient = lines["least share by the proposition"].y, lines["gradient"].y
         assert all(low <= share + 1e-12 for low, share in zip(least, gradient, strict=True))
         assert least[0] > 0

@@ -59,8 +59,8 @@ def refuses(check, wrong):
 
 
 @pytest.mark.parametrize("name", list(RUNS))
-def test_measured_within_five_standard_errors(name, seed):
-    found = outcome(name, seed)
+def test_measured_within_five_standard_errors(name, one_seed):
+    found = outcome(name, one_seed)
     assert found.off == ()
     judged = [one for one in found.checks if one.truth is not None]
     assert len(judged) >= 5
@@ -91,19 +91,19 @@ def test_experiments_are_named_apart_and_run_by_seed():
 # Wrong laws
 
 
-def test_a_loss_without_the_noise_in_the_tangent_is_refused(seed):
-    check = check_of("noise", seed, "pca: lost", "noise 0.5")
+def test_a_loss_without_the_noise_in_the_tangent_is_refused(one_seed):
+    check = check_of("noise", one_seed, "pca: lost", "noise 0.5")
     assert refuses(check, check.truth / (1 + 0.5**2))
 
 
-def test_a_loss_linear_in_the_noise_is_refused(seed):
-    first, last = (check_of("noise", seed, "pca: lost", f"noise {level}") for level in (0.1, 0.35))
+def test_a_loss_linear_in_the_noise_is_refused(one_seed):
+    first, last = (check_of("noise", one_seed, "pca: lost", f"noise {level}") for level in (0.1, 0.35))
     assert refuses(last, first.truth * 3.5)
 
 
-def test_a_loss_that_does_not_halve_with_twice_the_rows_is_refused(seed):
-    assert refuses(check_of("rows", seed, "3,072 rows"), check_of("rows", seed, "1,536 rows").truth / 2**0.5)
-    assert refuses(check_of("rows", seed, "pca", " 192 rows"), check_of("rows", seed, "pca", " 384 rows").truth)
+def test_a_loss_that_does_not_halve_with_twice_the_rows_is_refused(one_seed):
+    assert refuses(check_of("rows", one_seed, "3,072 rows"), check_of("rows", one_seed, "1,536 rows").truth / 2**0.5)
+    assert refuses(check_of("rows", one_seed, "pca", " 192 rows"), check_of("rows", one_seed, "pca", " 384 rows").truth)
 
 
 def test_rows_help_every_kind_but_chance():
@@ -112,21 +112,21 @@ def test_rows_help_every_kind_but_chance():
     assert all(y < 0.15 for y in found["random"])
 
 
-def test_the_variance_of_a_single_direction_is_refused_for_a_space(seed):
-    check = check_of("noise", seed, "variance over bases", "K=16")
+def test_the_variance_of_a_single_direction_is_refused_for_a_space(one_seed):
+    check = check_of("noise", one_seed, "variance over bases", "K=16")
     assert refuses(check, random_recovery_variance(16, 1, 64))
 
 
-def test_a_normal_part_independent_of_the_tangent_is_refused(seed):
+def test_a_normal_part_independent_of_the_tangent_is_refused(one_seed):
     """Treating u and II(u,u) as independent gives d/(2d) where the law has (d+4)/(2d)."""
-    check = check_of("curvature", seed, "pca: lost", "kappa 0.1")
+    check = check_of("curvature", one_seed, "pca: lost", "kappa 0.1")
     assert refuses(check, check.truth * 3 / 7)
 
 
-def test_slopes_one_and_three_are_refused(seed):
-    check = check_of("curvature", seed, "slope of the loss in curvature")
+def test_slopes_one_and_three_are_refused(one_seed):
+    check = check_of("curvature", one_seed, "slope of the loss in curvature")
     assert refuses(check, 1.0) and refuses(check, 3.0)
-    rows = check_of("curvature", seed, "slope of the loss in rows")
+    rows = check_of("curvature", one_seed, "slope of the loss in rows")
     assert refuses(rows, -0.5) and refuses(rows, -2.0)
 
 
@@ -136,16 +136,16 @@ def test_a_whole_sphere_gives_no_basis_its_share_of_dimensions(kind):
     assert refuses(check, 3 / 5) and refuses(check, 3 / 24)
 
 
-def test_wrong_laws_of_the_estimator_are_refused(seed):
-    check = check_of("estimator", seed, "fit alone: |II|^2", "noise 0.2")
+def test_wrong_laws_of_the_estimator_are_refused(one_seed):
+    check = check_of("estimator", one_seed, "fit alone: |II|^2", "noise 0.2")
     assert check.truth == pytest.approx(attenuation(1.0, 0.2) ** 2)
     assert refuses(check, attenuation(1.0, 0.2)) and refuses(check, 1.0)
     # On a cap the law of a normal cloud of equal variance is wrong: uniform u has thinner tails.
-    cap = check_of("estimator", seed, "before the noise", "|II|^2", "noise 0.02")
+    cap = check_of("estimator", one_seed, "before the noise", "|II|^2", "noise 0.02")
     assert refuses(cap, attenuation(0.252 / 2, 0.02) ** 2)
-    excess = check_of("estimator", seed, "S^2: relative excess")
+    excess = check_of("estimator", one_seed, "S^2: relative excess")
     assert refuses(excess, excess.truth / 2) and refuses(excess, 0.0)
-    slope = check_of("estimator", seed, "S^2: slope")
+    slope = check_of("estimator", one_seed, "S^2: slope")
     assert refuses(slope, 1.0) and refuses(slope, 3.0)
 
 
@@ -159,18 +159,20 @@ def test_each_kind_breaks_where_the_document_says():
     assert series["pca"].y[0] > 0.99 and series["ica"].y[0] < 0.97  # at a noise of a tenth
 
 
-def test_ica_takes_normals_for_tangents_and_pca_does_beyond_the_breaking_curvature(seed):
+def test_ica_takes_normals_for_tangents_and_pca_does_beyond_the_breaking_curvature(one_seed):
     def value(kind, share):
-        return check_of("curvature", seed, f"{kind}: recovered", f"{share} of").estimate.value
+        return check_of("curvature", one_seed, f"{kind}: recovered", f"{share} of").estimate.value
 
     assert value("ica", 0.5) < 0.9 < value("pca", 0.5)
     assert value("pca", 2.0) < 0.3
-    if seed == 0:
+    if one_seed == 0:
         assert value("pca", 0.5) < value("local_pca", 0.5)
 
 
-def test_the_estimator_breaks_sooner_in_a_wider_space(seed):
-    narrow, wide = (check_of("estimator", seed, f"D={width}", "noise / R that breaks it").estimate for width in (6, 24))
+def test_the_estimator_breaks_sooner_in_a_wider_space(one_seed):
+    narrow, wide = (
+        check_of("estimator", one_seed, f"D={width}", "noise / R that breaks it").estimate for width in (6, 24)
+    )
     assert 0.01 < wide.value < narrow.value < 0.04
     assert wide.stderr > 0 and narrow.stderr > 0
 

@@ -34,7 +34,7 @@ checkpoints: {every: 4}
 evaluation: {every: 8, sequences: 16}
 device: cpu
 monitor:
-  schedule: {every: 3}
+  schedule: {every: 5}
   sequences: 24
   measures: [spectral_ratio, two_nn]
   tangent: {rank: 4, draws: 19, bins: 2, referee: never}
@@ -77,7 +77,7 @@ def test_a_run_says_what_it_did_and_where_it_is(place):
         last = next(line for line in lines if line.startswith(f"{name}  16/16"))
         assert re.search(r"loss \d\.\d+  val \d\.\d+  [\d,]+ tok/s  dim [\d.]+ · aniso 0\.\d+ · ratio [\d.]+", last)
         row = next(line for line in lines if re.match(rf" *{name} +finished", line))
-        assert re.search(r"16 +2\.05 k +\d\.\d{3} +\d\.\d{3} +[\d.]+ +7 \(\d+%\)", row)
+        assert re.search(r"16 +2\.05 k +\d\.\d{3} +\d\.\d{3} +[\d.]+ +5 \(\d+%\)", row)
     assert any(line.startswith("run:     runs/whole") for line in lines)
     assert lines[-1] == "report:  runs/whole/report.html  (open it in a browser; it needs no network)"
     run_folder = folder / "runs" / "whole"
@@ -105,7 +105,7 @@ def test_a_killed_run_is_completed_with_the_same_numbers(place):
         process.communicate()
     assert len(read_metrics(metrics.parent)) < 17
     with RunReader(folder / "runs" / "killed") as reader:
-        assert 1 < len(reader.probes()) < 14
+        assert 1 < len(reader.probes()) < 10
     assert run("report", "runs/killed", cwd=folder)[0] == 0
     code, out, err = run("train", "runs/killed", "--resume", "--no-report", cwd=folder)
     assert (code, err) == (0, "") and "report" not in out
@@ -174,7 +174,12 @@ def refused(place):
     folder, *_ = place
     (folder / "full").mkdir()
     (folder / "full" / "letter.txt").write_text("dear")
-    return folder, run_many({case: arguments for case, (arguments, _) in BAD.items()}, folder)
+    ahead = (
+        "anisoscope.watching.study",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.bert.modeling_bert",
+    )
+    return folder, run_many({case: arguments for case, (arguments, _) in BAD.items()}, folder, *ahead)
 
 
 @pytest.mark.parametrize("case", BAD)

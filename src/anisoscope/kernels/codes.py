@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-WIDTH = 128
-"""Entries of a concept that one program adds up at a time."""
+ENTRIES = 8192
+"""Of all concepts of a fit that one program adds up at a time: each answer of the memory is a long way off."""
 
 
 @triton.jit

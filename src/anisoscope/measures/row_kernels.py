@@ -241,6 +241,24 @@ def nearest_within(
     return out.sqrt_()
 
 
+_built = set[tuple[torch.device, int, int]]()
+
+
+def build_again(rows: Float[Tensor, "s n d"], left_out: Bool[Tensor, "s n"]) -> None:
+    """Have the kernels of ``nearest_again`` built for rows like these, once in a process.
+
+    A first look builds kernels anyway. That rows are in doubt may show much later, and a training would stand still.
+    """
+    _, n, width = rows.shape
+    if (rows.device, n, width) in _built:
+        return
+    _built.add((rows.device, n, width))
+    distances = torch.zeros(1, n, 2, dtype=torch.float64, device=rows.device)
+    indices = torch.zeros(1, n, 2, dtype=torch.int64, device=rows.device)
+    settled = torch.ones(1, n, dtype=torch.bool, device=rows.device)  # all of them: nothing is looked at
+    nearest_again(rows, left_out, indices[0, 0, :1], 1, distances, indices, settled)
+
+
 @on_its_device
 def nearest_again(
     rows: Float[Tensor, "s n d"], left_out: Bool[Tensor, "s n"] | None, places: Int[Tensor, "m"], most: int,

@@ -59,6 +59,7 @@ class _Searched:
         copy, clash = row_kernels.copies(rows, copy_weights(rows.shape[2], str(rows.device)))
         ready = Ready.of(rows, 1.0)
         found = search_fused(rows, 2, 1.0, left_out=copy, ready=ready)
+        row_kernels.build_again(rows, copy)
         kept = (~copy).sum(dim=1)
         bars = _subsamples(rows, ready, copy, kept)
         return cls(rows, copy, found, {"kept": kept, "clash": clash, **_fitted(found, copy), "bars": bars})

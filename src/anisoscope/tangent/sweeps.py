@@ -101,7 +101,7 @@ def account(
     kernels = kernels_of("codes")
     kernels.account[(fits,)](
         pull, fresh, second, own, size, error, active, sound, good, iterations, width, tolerance,
-        K=rank, P=_power(rank), W=kernels.WIDTH,
+        K=rank, P=_power(rank), W=kernels.ENTRIES // _power(rank), num_warps=8,
     )  # fmt: skip
 
 
