@@ -100,9 +100,9 @@ def scales():
     far = 3 + 0.01 * draw(1, 4096, 20)
     return {
         "scales": {kind: told(rows, [40, 90], kind=kind)["error"] for kind in KINDS},
-        "far": {kind: told(far, [4096], step=32, window=32, kind=kind)["error"] for kind in KINDS},
+        "far": {kind: told(far, [4096], step=64, window=64, kind=kind)["error"] for kind in KINDS},
         "few": told(
-            (far + draw(1, 4096, 20, seed=1) / 4).bfloat16().float(), [4096], step=32, window=32, kind="float16"
+            (far + draw(1, 4096, 20, seed=1) / 4).bfloat16().float(), [4096], step=64, window=64, kind="float16"
         ),
         "plain": float(((far[0].T @ far[0]).double() / truth(far, [4096])[0, 0] - 1).abs().max()),
     }

@@ -146,7 +146,7 @@ def main():
     full = torch.stack([covariance(16, 4), covariance(16, 5, steep=3)], dim=2).permute(2, 0, 1)  # not row by row
     result["full"] = errors(reduced(full, 1), full)
     kernels.reduce_panel = Together(kernels.reduce_panel)
-    wide = covariance(27, 4, steep=2)[None]
+    wide = covariance(19, 4, steep=2)[None]
     result["shared"] = errors(reduced(wide, 2), wide)
     print(json.dumps(result))
 
