@@ -146,7 +146,7 @@ def small_inverses(rank):
 
 
 def accounts(rank):
-    kernels_of("codes").ENTRIES = 1024  # several steps, the last of them not full
+    kernels_of("codes").ENTRIES = 256  # several steps, the last of them not full
     width, fits = 150, 3
     pull, fresh = (draw(fits, rank, width, seed=seed, dtype=torch.float64) for seed in (1, 2))
     second, own = (x @ x.mT for x in (draw(fits, rank, 30, seed=3, dtype=torch.float64), fresh))

@@ -1,5 +1,6 @@
 """The kernel of controls, run by Triton's interpreter, says what plain products say."""
 
+import numpy as np
 import pytest
 import torch
 from test_kernels import run
@@ -7,6 +8,7 @@ from test_kernels import run
 from anisoscope.tangent import stacked_controls
 from anisoscope.tangent.anisotropy import LeftOver, unit_covariance
 from anisoscope.tangent.drawn import Draws, held_gaussians
+from anisoscope.tangent.stacked import resolved
 from anisoscope.tangent.stacked_controls import Moments, of_controls
 
 
@@ -120,3 +122,18 @@ def test_hardly_a_basis_is_left_to_the_plain_path_by_chance():
     x = stacked_controls._mirrors(q)[:, :-1]
     away = (q - x @ (x.mT @ q))[:, :, 16:]
     assert float(away.abs().max()) < 1e-10, "not swapped with the first axes"
+
+
+def test_what_halves_cannot_tell_is_left_to_the_plain_path():
+    rank, width = 16, 2048
+    chance = rank / width
+    # By site, basis and group: all that there is by chance; hardly anything in one group; a group without tokens.
+    shares = np.array([[[1.0, 1.0]], [[1.0, 5e-5]], [[1.0, 0.0]]]) * chance
+    bottoms = np.ones((3, 4, 2)) * 5
+    bottoms[2, :, 1] = 0
+    normal = shares[..., None] * bottoms.sum(axis=1)[:, None, :, None] * np.array([0.9, 1.0, 1.1])
+    half = {"normal": normal, "bottoms": bottoms}
+    assert resolved(half, rank, width).tolist() == [True, False, True]
+    assert resolved(half, rank, 1024).tolist() == [True] * 3, "float32 has more digits"
+    half["normal"] = normal * 3
+    assert resolved(half, rank, width).all(), "a hundredth of a hundredth of chance is the limit"

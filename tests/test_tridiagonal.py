@@ -22,9 +22,10 @@ def test_kernels_find_a_similar_tridiagonal_matrix(kernels):
 
 
 def test_programs_that_share_a_matrix(kernels):
-    """Two of them, which really wait for each other."""
-    for quantity, (error,) in kernels["shared"].items():
-        assert error < 1e-13, quantity
+    """Two of them, which really wait for each other; and one that takes all blocks of rows, one after another."""
+    for case in ("shared", "alone"):
+        for quantity, (error,) in kernels[case].items():
+            assert error < 1e-13, (case, quantity)
 
 
 def test_matrices_that_fill_their_tile_and_lie_otherwise_in_memory(kernels):

@@ -142,11 +142,12 @@ def main():
     result["lost"] += [bool(torch.isnan(lost).all())]
 
     # Programs that share a matrix, several shares; and a matrix that fills its tile.
-    tridiagonal.SHARE, tridiagonal.TILE_STAGES = 16, 3
+    tridiagonal.SHARE, tridiagonal.TILE_STAGES = 8, 3
     full = torch.stack([covariance(16, 4), covariance(16, 5, steep=3)], dim=2).permute(2, 0, 1)  # not row by row
     result["full"] = errors(reduced(full, 1), full)
-    kernels.reduce_panel = Together(kernels.reduce_panel)
     wide = covariance(19, 4, steep=2)[None]
+    result["alone"] = errors(reduced(wide, 1), wide)
+    kernels.reduce_panel = Together(kernels.reduce_panel)
     result["shared"] = errors(reduced(wide, 2), wide)
     print(json.dumps(result))
 

@@ -252,11 +252,11 @@ def build_again(rows: Float[Tensor, "s n d"], left_out: Bool[Tensor, "s n"]) -> 
     _, n, width = rows.shape
     if (rows.device, n, width) in _built:
         return
-    _built.add((rows.device, n, width))
     distances = torch.zeros(1, n, 2, dtype=torch.float64, device=rows.device)
     indices = torch.zeros(1, n, 2, dtype=torch.int64, device=rows.device)
     settled = torch.ones(1, n, dtype=torch.bool, device=rows.device)  # all of them: nothing is looked at
     nearest_again(rows, left_out, indices[0, 0, :1], 1, distances, indices, settled)
+    _built.add((rows.device, n, width))
 
 
 @on_its_device

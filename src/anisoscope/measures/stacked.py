@@ -79,6 +79,7 @@ def begin_summed(
     neighbours = _attempted(lambda: stacked_masked.begin(stack)) if "two_nn" in names else None
     # From here: the rest need not wait for what others begin meanwhile. What is large would keep memory of its own.
     stream = side_stream("measures", stack) if stack.numel() <= WIDE_CELLS else None
+    device, sites = stack.device, len(stack)  # and not the stack, which ``finish`` would hold
 
     def finish() -> list[dict[str, Estimate] | None]:
         with beside(stream):
@@ -89,9 +90,9 @@ def begin_summed(
                 if later is not None:
                     table.update(_of_spectrum(sums, later()))
             found = fetched(table)
-        rejoined(stream, stack.device, ())  # what it has read is used again only after that
+        rejoined(stream, device, ())  # what it has read is used again only after that
         dimensions = None if neighbours is None else _attempted(neighbours)
-        return _told(found, names, n, width, dimensions or [None] * len(rows))
+        return _told(found, names, n, width, dimensions or [None] * sites)
 
     return finish, given
 

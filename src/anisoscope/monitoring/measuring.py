@@ -237,7 +237,7 @@ def _begin(analysis: Analysis, views: Sequence[SiteView], shared: Shared | None)
     try:
         return partial(attempt, partial(at_once, views) if begin is None else begin(views))
     except Exception as error:
-        return partial(_at_each, views, error)
+        return partial(_at_each, views, error.with_traceback(None))  # whose frames would keep what is shared
 
 
 def _at_each(views: Sequence[SiteView], error: Exception) -> OfAll:

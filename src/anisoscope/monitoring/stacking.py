@@ -156,8 +156,8 @@ def _begin_gradients(
 def _bring_near(rows: Float[Tensor, "s n d"], longest: Sequence[float]) -> None:
     """Multiply rows of each site, in place, by the power of two that brings the longest of them near 1.
 
-    No measure and no share of energy sees it, and no digit changes; it keeps squares in range. Where all lengths are
-    ordinary there is nothing to keep, and nothing is done.
+    No measure and no share of energy sees it; digits change only of entries that are nothing beside the longest row, by
+    35 decades or so. It keeps squares in range. Where all lengths are ordinary nothing is done.
     """
     near = [NEAR[0] <= one < NEAR[1] or not 0 < one < math.inf for one in longest]
     exponents = [

@@ -71,7 +71,7 @@ def alike(views: Sequence[SiteView]) -> bool:
 def prepared(asked: Asked, views: Sequence[SiteView], known: Prepared | None, bootstraps: int) -> Prepared | None:
     """What there is to prepare for these views, or what is ``known`` from the last look where their tokens are the
     same; None where they cannot be taken together."""
-    if not set(asked.proxies) <= set(STACKED) or not alike(views):
+    if asked.mode != "refit" or not set(asked.proxies) <= set(STACKED) or not alike(views):
         return None
     if known is not None and known.fits(views[0]):
         return known

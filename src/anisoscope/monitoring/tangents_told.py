@@ -15,7 +15,7 @@ from anisoscope.tangent.crossed import CrossedTest
 from anisoscope.tangent.energy import VARIANCE, VARIANCE_KNOWN, enrichment_of
 from anisoscope.tangent.proxies import Proxy
 from anisoscope.tangent.seminmf import fit_notes
-from anisoscope.tangent.stacked import Layout, isoscore_shares, tests_of_sites
+from anisoscope.tangent.stacked import Layout, isoscore_shares, resolved, tests_of_sites
 from anisoscope.tangent.stacked_fits import MAX_ITER, Fits
 from anisoscope.tangent.stacked_types import Types, correlation_estimates, distance_estimates
 from anisoscope.tangent.units import GIVEN
@@ -35,7 +35,8 @@ def told(
     here = Here(views[0], views[0].g, layout.halves, {}, {}, False)  # as all of them are: of one shape and one probe
     rank, width = asked.rank, views[0].x.shape[1]
     tests = tests_of_sites(halves, layout, rank, width, asked.draws, (asked._note(here),))
-    good = [at for at in _ordinary(found, halves, tests) if by_type is None or by_type[at] is not None]
+    clear = np.logical_and.reduce([resolved(half, rank, width) for half in halves])
+    good = [at for at in _ordinary(found, halves, tests) if clear[at] and (by_type is None or by_type[at] is not None)]
     if not good:
         return {}
     shares = isoscore_shares(halves, [len(rows) for rows in layout.halves.rows], width, good)

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
 from anisoscope.kernels import kernels_run
 from anisoscope.measures.row_kernels import column_sums
 from anisoscope.measures.small_eigh import small_eigh
-from anisoscope.stats.moments import cell_grams
+from anisoscope.stats.moments import PARTED_WIDTH, cell_grams
 from anisoscope.tangent.crossed import LEAST_NULL, CrossedTest
 from anisoscope.tangent.drawn import held_gaussians, tight
 from anisoscope.tangent.stacked_controls import Moments, of_controls
@@ -31,6 +31,7 @@ from anisoscope.tangent.units import FEWEST, GIVEN, Halves, in_both, over_both
 WIDE_CELLS = 1 << 27
 TOGETHER_CELLS = 1 << 25  # of second moments up to which both halves go in the same steps
 ZETA = 0.1  # the default of ``anisotropy_share``
+LEAST_IN_HALVES = 1e-4  # of chance: a quarter of a hundredth is lost there
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,19 @@ def _means(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s d"]:
     if rows.dtype == torch.float32 and kernels_run(rows.device):
         return column_sums(rows).total / rows.shape[1]  # ``mean`` would copy all of it to float64 first
     return rows.mean(dim=1, dtype=torch.float64)
+
+
+def resolved(half: Mapping[str, np.ndarray], rank: int, width: int) -> Bool[np.ndarray, "s"]:
+    """Whether controls of a half hold what products in halves can tell, at every basis and group of a site.
+
+    Wide moments are formed in halves and meet the draws so: 22 bits, of which what lies outside a basis is the rest of
+    a difference. Where there is some, and less than ``LEAST_IN_HALVES`` of chance, the plain path has more digits.
+    """
+    if width < PARTED_WIDTH:
+        return np.ones(len(half["normal"]), dtype=bool)
+    total = half["bottoms"].sum(axis=1)[:, None]
+    mean = half["normal"].mean(axis=-1) / np.where(total > 0, total, 1.0)
+    return np.asarray(((total == 0) | (mean > LEAST_IN_HALVES * rank / width)).all(axis=(1, 2)))
 
 
 def tests_of_sites(
