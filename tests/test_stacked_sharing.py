@@ -1,5 +1,6 @@
 """What measures and analyses of a look share is made once, and says what each of them would have said by itself."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -149,7 +150,7 @@ def test_an_analysis_says_the_same_of_what_is_shared(scale, drop, monkeypatch):
     alone, together = asked(looks[0]), asked(looks[0])
     plain = [alone.stacked(views) for views in looks]
     monkeypatch.setattr(tangents_together, "_stacked", None)  # nothing is stacked again,
-    monkeypatch.setattr(tangents_together, "_largest", None)  # nor looked through for what is largest,
+    monkeypatch.setattr(tangents_together, "largest_sizes", None)  # nor looked through for what is largest,
     monkeypatch.setattr("anisoscope.tangent.stacked_fits._summed", None)  # nor summed
     for views, told in zip(looks, plain, strict=True):
         begun, shared = shared_of(views, together)
@@ -275,6 +276,27 @@ def test_analyses_with_and_without_a_use_for_it_stand_side_by_side():
     assert second.given == [shared] and set(begun()) == {view.site for view in views}
 
 
+class Failing(Taking):
+    """One that cannot begin."""
+
+    def begin_together(self, views, shared=None):
+        raise ValueError("not today")
+
+
+def test_what_is_shared_is_held_by_nobody_afterwards():
+    views = looked(1)
+    shared = Shared(("a",), draw(1, 4, 3))
+    held = weakref.ref(shared.x)
+    begun = measuring._begin(Failing(), views, shared)
+    del shared
+    assert held() is None and {str(one) for one in begun().values()} == {"not today"}
+    rows = torch.stack([view.x for view in views])
+    held = weakref.ref(rows)
+    finish, _ = begin_summed(rows, SUMMED, None)
+    del rows
+    assert held() is None and len(finish()) == len(views), "error bars need a part of it alone"
+
+
 def test_halves_are_asked_for_where_sites_can_be_taken_together():
     views = looked(1)
     analysis = asked(views)
@@ -283,6 +305,7 @@ def test_halves_are_asked_for_where_sites_can_be_taken_together():
     assert [one.tolist() for one in cells.rows] == [one.tolist() for one in analysis._prepared.layout.halves.rows]
     assert asked(views, referee="always").shared_cells(views) is None
     assert asked(views, proxies=("kmeans",)).shared_cells(views) is None
+    assert asked(views, mode="frozen", steps=10).shared_cells(views) is None, "what is never fitted again needs no sums"
     assert analysis.shared_cells([replace(views[0], g=None)]) is None
     few = [replace(view, sequences=torch.zeros_like(view.sequences)) for view in views]
     assert TangentAnalysis(referee="never").shared_cells(few) is None

@@ -222,6 +222,11 @@ def largest_size(numbers: Float[Tensor, "..."]) -> float:
     return max(abs(float(low)), abs(float(high)))
 
 
+def largest_sizes(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s"]:
+    """The same of each site, where the rows are: nothing is asked of a device."""
+    return torch.stack(torch.aminmax(rows.flatten(1), dim=1)).abs().amax(dim=0)
+
+
 def power_of_two_scale(largest: float) -> float:
     """1 where the largest of some numbers is of ordinary size, else the power of two that brings it near 1.
 

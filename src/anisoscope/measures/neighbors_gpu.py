@@ -3,9 +3,9 @@
 The promise is that of ``measures.search``: float32 products give lower bounds on squared distances, with a proven
 allowance for rounding; a few candidates of each row are measured by differences in float64; a row is settled where the
 bound of its last candidate reaches its k-th distance. Rows that are not settled (many neighbours within the allowance)
-meet float64 products, whose allowance is a billionth of that, and whatever is left then goes to ``neighbors_of``; a few
-of them are measured against all rows, where a kernel does so. Nothing waits for the device before all rows have been
-searched.
+meet float64 products, whose allowance is a billionth of that, and whatever is left then goes to ``neighbors_of``. Where
+there are kernels, and few such rows, each is instead measured against all others. Nothing waits for the device before
+all rows have been searched.
 """
 
 from __future__ import annotations

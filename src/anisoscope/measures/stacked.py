@@ -27,6 +27,7 @@ from anisoscope.measures.spectrum import GRAM_LIMIT
 from anisoscope.measures.stacked_spectra import Spectra, begin_spectra
 from anisoscope.measures.stacked_sums import WIDE_CELLS, Sums, cut_runs
 from anisoscope.measures.uncertainty import Bar, fields
+from anisoscope.rows import largest_sizes
 from anisoscope.stats.moments import PARTED_WIDTH
 from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores
 
@@ -70,7 +71,7 @@ def begin_summed(
         sums, by_cell = Sums.of(stack, directions=directions, exact=exact, cells=cells)
         given = SiteSums(sums.size, by_cell)
     else:
-        table["size"] = torch.stack(torch.aminmax(stack.flatten(1), dim=1)).abs().amax(dim=0)
+        table["size"] = largest_sizes(stack)
     later = None
     if sums is not None and any(name in names for name in ("spectral_ratio", "effective_rank")):
         # What is not finite would end the decomposition of all sites: such sites get the identity, and are left out.

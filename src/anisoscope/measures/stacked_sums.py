@@ -19,6 +19,7 @@ from anisoscope.measures import row_kernels
 from anisoscope.measures.cells import Cells, CellSums
 from anisoscope.measures.row_kernels import CentredRows
 from anisoscope.measures.uncertainty import spread_runs
+from anisoscope.rows import largest_sizes
 from anisoscope.stats.moments import cell_grams, grams, in_parts
 
 WIDE_CELLS = 1 << 27  # entries held as float64 at a time
@@ -132,7 +133,7 @@ def _table(rows: Float[Tensor, "s n d"], seen: Seen, *, directions: bool) -> dic
 
 def visited_plainly(rows: Float[Tensor, "s n d"], dtype: torch.dtype, cells: Cells | None = None) -> Seen:
     """What is seen of rows, which are rounded to a type once they are centred."""
-    size = torch.stack(torch.aminmax(rows.flatten(1), dim=1)).abs().amax(dim=0)
+    size = largest_sizes(rows)
     wide = rows.double()
     length = torch.linalg.vector_norm(rows, dim=2)
     units = (length.reciprocal().double()[:, None] @ wide)[:, 0]

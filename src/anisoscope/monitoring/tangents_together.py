@@ -25,7 +25,7 @@ from anisoscope.monitoring.stacking import with_room
 from anisoscope.monitoring.tangent_parts import Asked, labels_of
 from anisoscope.monitoring.tangents_told import ByType, Told, told, told_by_type
 from anisoscope.monitoring.views import SiteView
-from anisoscope.rows import power_of_two_scale
+from anisoscope.rows import largest_sizes, power_of_two_scale
 from anisoscope.tangent.stacked import Layout, mean_angles, seen_by_halves
 from anisoscope.tangent.stacked_fits import Centred, Fits, kmeans_starts, pca_fits, seminmf_fits
 from anisoscope.tangent.stacked_types import Types, type_sums
@@ -155,9 +155,9 @@ class Rows:
         near, sums = (None, None) if shared is None else (shared.gradients, shared.sums)
         x = _stacked([view.x for view in views]) if shared is None else picked(shared.x)
         g = _stacked([view.g for view in views]) if near is None else picked(near.rows)
-        asked_for = {"x": _largest(x) if sums is None else picked(sums.size)}
+        asked_for = {"x": largest_sizes(x) if sums is None else picked(sums.size)}
         if near is None:
-            asked_for["g"] = _largest(g)
+            asked_for["g"] = largest_sizes(g)
         later = fetched_later(asked_for)
 
         def scales() -> list[float | None]:
@@ -177,11 +177,6 @@ class Rows:
 
 def _stacked(each: Sequence[Tensor | None]) -> Float[Tensor, "s n d"]:
     return torch.stack([one for one in each if one is not None])
-
-
-def _largest(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s"]:
-    """The largest entry of each site by size."""
-    return torch.stack(torch.aminmax(rows.flatten(1), dim=1)).abs().amax(dim=0)
 
 
 def _attempt(

@@ -257,9 +257,8 @@ def _by_kernel(
         images, forms, groups_near = _images_in_halves(moments.groups, scatter, near)
     else:
         images, groups_near = flat @ scatter.view(sites * width, width).mT, moments.groups.to(near.dtype)
-        forms = (near.view(b * k, width) @ groups_near.reshape(-1, width).mT).view(
-            b, k * sites * groups, width
-        ) @ near.mT
+        held_near = near.view(b * k, width) @ groups_near.reshape(-1, width).mT
+        forms = held_near.view(b, k * sites * groups, width) @ near.mT
     each = images.view(b, k, sites, width).permute(2, 0, 1, 3).reshape(sites * b, k, width)
     rows = torch.cat([x, q], dim=1).mT.reshape(sites, lines + bases * k, width)
     held = rows @ scatter
@@ -301,9 +300,8 @@ def _images_in_halves(
     moments[:, :count], moments[:, count] = groups, scatter
     images, size = _in_halves(near.flatten(0, 1), moments)
     forms = (images.view(b, -1, width) @ near.mT).view(b, k, -1, k).div_(size[:, None])
-    of_scatter = (
-        images.view(b * k, sites, count + 1, width)[:, :, count] / size.view(sites, -1)[:, count, None].double()
-    )
+    of_scatter = images.view(b * k, sites, count + 1, width)[:, :, count]
+    of_scatter = of_scatter / size.view(sites, -1)[:, count, None].double()
     return of_scatter.flatten(1), forms.unflatten(2, (sites, -1))[:, :, :, :count].reshape(b, -1, k), moments
 
 
