@@ -269,7 +269,13 @@ MUTANTS = [
     Mutant("kernels/nearest.py", "whole += total", "whole = total", (KERNELS,), "again"),
     Mutant("kernels/rows.py", "(rest.to(tl.float64) / unit >= second)", "(second > 0)", (KERNELS,), "within"),
     Mutant("kernels/rows.py", "held.to(tl.float64) / unit", "held.to(tl.float64)", (KERNELS,), "within"),
-    Mutant("kernels/rows.py", "tl.minimum((part + 1) * share, n)", "(part + 1) * share", (KERNELS,), "visits"),
+    Mutant(
+        "kernels/rows.py",
+        "end = tl.minimum((part + 1) * share, n)\n    rows +=",
+        "end = (part + 1) * share\n    rows +=",
+        (KERNELS,),
+        "visits",
+    ),
     Mutant("kernels/rows.py", "sums += one * tl.load(right", "sums += tl.load(right", (KERNELS,), "visits"),
     Mutant("measures/stacked_sums.py", "torch.maximum(sums.most, -sums.least)", "sums.most", (KERNELS,), "visits"),
     Mutant("measures/tridiagonal.py", "(small.mT @ vectors)", "(small @ vectors)", (TRIDIAGONAL,), "library"),
@@ -404,7 +410,7 @@ MUTANTS = [
     ),
     Mutant(
         "monitoring/measuring.py",
-        "        return partial(_at_each, views, error)",
+        "        return partial(_at_each, views, error.with_traceback(None))",
         "        return None",
         ("tests/test_monitor.py", STACKED),
     ),
