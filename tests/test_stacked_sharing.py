@@ -11,12 +11,13 @@ from anisoscope.errors import ShapeError
 from anisoscope.estimate import Estimate
 from anisoscope.measures import stacked_sums
 from anisoscope.measures.cells import Cells
+from anisoscope.measures.later import Handover
 from anisoscope.measures.stacked import STACKED, begin, begin_summed
 from anisoscope.monitor import DEFAULT_MEASURES, GRADIENT_MEASURES
 from anisoscope.monitoring import measuring, stacking, tangents_together
 from anisoscope.monitoring.measuring import Book, What, enter_look, norm_of_squares
 from anisoscope.monitoring.sharing import Shared, Sharing, wanted_cells
-from anisoscope.monitoring.stacking import Stacked
+from anisoscope.monitoring.stacking import Stacked, numbered
 from anisoscope.monitoring.tangents import TangentAnalysis
 from anisoscope.monitoring.views import Look
 from anisoscope.stats import moments
@@ -159,6 +160,47 @@ def test_an_analysis_says_the_same_of_what_is_shared(scale, drop, monkeypatch):
         assert torch.equal(shared.x, before[0]) and torch.equal(shared.gradients.rows, before[1]), "nobody writes to it"
         states, gradients = begun.finish()
         assert begun.shared is None and len(states) == len(gradients) == len(views)
+        by_itself = Stacked.begin(views, SUMMED, GRADIENT_MEASURES, norm_of_squares).finish()[1]
+        agree(gradients, by_itself, 1e-9)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_measures_of_gradients_take_second_moments_that_an_analysis_forms(together, monkeypatch):
+    """Rows of zeros count in neither; a mean that is most of the moments would cost digits, and the site is left."""
+    if not together:
+        monkeypatch.setattr("anisoscope.tangent.stacked.TOGETHER_CELLS", 0)  # one half after the other
+    views = [replace(view, g=view.g.clone()) for view in looked(1)]
+    for view in views:
+        view.g[::7] = 0
+    views[1].g.add_((views[1].g != 0) * 30 * views[1].g.std())
+    plain = Stacked.begin(views, SUMMED, GRADIENT_MEASURES, norm_of_squares).finish()[1]
+    analysis = asked(views)
+    begun, shared = shared_of(views, analysis)
+    formed = []
+    monkeypatch.setattr(stacked_sums, "grams", lambda rows, exact: formed.append(rows))
+    analysis.begin_stacked(views, shared)
+    found = begun.finish()[1]
+    assert not formed and set(plain) == {view.site for view in views}
+    assert list(found) == [views[0].site, views[2].site]
+    agree(found, {site: plain[site] for site in found}, 1e-9)
+    assert "rows of the gradient are zero" in found[views[0].site]["gradient_isoscore"].notes[-1]
+
+
+def test_without_second_moments_gradients_are_left_to_the_plain_measures():
+    views = looked(1)
+    begun, shared = shared_of(views, asked(views))
+    assert shared.gradients.second is not None and len(begun.finish()[0]) == len(views)
+    assert begun.finish()[1] == {}
+    handed = Handover()
+    assert handed.taken() is None
+    handed.give(views[0].x)
+    assert handed.taken() is views[0].x and handed.taken() is None, "it is held by nobody then"
+
+
+def test_sequences_are_numbered_in_order():
+    generator = torch.Generator().manual_seed(0)
+    for names in (torch.tensor([4, 4, 7, 9, 9]), torch.randint(-3, 40, (200,), generator=generator), torch.tensor([5])):
+        assert torch.equal(numbered(names), names.unique(return_inverse=True)[1])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30, "no gradient", "bad gradient"])

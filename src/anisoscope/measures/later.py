@@ -188,6 +188,28 @@ def rejoined(stream: torch.cuda.Stream | None, device: torch.device, made: Itera
             one.record_stream(here)
 
 
+@dataclass
+class Handover:
+    """A tensor that one part of the work makes for another, which may be on another stream."""
+
+    _given: Tensor | None = None
+    _made: torch.cuda.Event | None = None
+
+    def give(self, made: Tensor) -> None:
+        """Hand it over; nobody may write to it from here on."""
+        self._given = made
+        self._made = torch.cuda.current_stream(made.device).record_event() if made.is_cuda else None
+
+    def taken(self) -> Tensor | None:
+        """What was handed over, ready for the current stream; it is not held any longer."""
+        given, self._given = self._given, None
+        if given is not None and self._made is not None:
+            here = torch.cuda.current_stream(given.device)
+            here.wait_event(self._made)
+            given.record_stream(here)
+        return given
+
+
 @dataclass(frozen=True)
 class Answer:
     """Yes or no, on its way from the device."""

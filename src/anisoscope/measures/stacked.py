@@ -22,7 +22,7 @@ from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 from anisoscope.measures import row_kernels, stacked_masked
 from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order, unless_biased
 from anisoscope.measures.cells import Cells, SiteSums
-from anisoscope.measures.later import beside, fetched, no_room, rejoined, side_stream
+from anisoscope.measures.later import Handover, beside, fetched, no_room, rejoined, side_stream
 from anisoscope.measures.spectrum import GRAM_LIMIT
 from anisoscope.measures.stacked_spectra import Spectra, begin_spectra
 from anisoscope.measures.stacked_sums import WIDE_CELLS, Sums, cut_runs
@@ -44,16 +44,26 @@ T = TypeVar("T")
 Finish = Callable[[], list[dict[str, Estimate] | None]]
 
 
-def begin(rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: Sequence[str]) -> Finish:
+def begin(
+    rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"],
+    names: Sequence[str],
+    second: Handover | None = None,
+) -> Finish:
     """Begin to measure float32 rows of several sites, all of one shape; the function returned gives the results.
 
-    A list with the estimates of each site by name, or None where a site is not ordinary.
+    A list with the estimates of each site by name, or None where a site is not ordinary. Where somebody else forms the
+    ``second`` moments of these rows, about zero, before the results are asked for, they are taken from there; if there
+    are none by then, no site is ordinary.
     """
-    return begin_summed(rows, names)[0]
+    return begin_summed(rows, names, second=second)[0]
 
 
 def begin_summed(
-    rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"], names: Sequence[str], cells: Cells | None = None
+    rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"],
+    names: Sequence[str],
+    cells: Cells | None = None,
+    *,
+    second: Handover | None = None,
 ) -> tuple[Finish, SiteSums | None]:
     """The same, and sums over the rows that others may have a use for: None where these measures need none.
 
@@ -63,20 +73,18 @@ def begin_summed(
     if n <= max(width, 512) or width < 2 or rows[0].dtype != torch.float32:
         return lambda: [None] * len(rows), None
     stack = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
-    table = dict[str, Tensor]()
-    spectral = any(name in names for name in ("spectral_ratio", "effective_rank", "isoscore"))
-    sums, given = None, None
-    if spectral or "mean_cosine" in names:
+    decomposed = any(name in names for name in ("spectral_ratio", "effective_rank"))
+    sums: Callable[[], Sums | None] | None = None
+    given, later = None, None
+    if second is not None and "isoscore" in names and not decomposed:
+        made_of = Sums.begun(stack, directions="mean_cosine" in names)
+        sums = lambda: None if (found := second.taken()) is None else made_of(found)  # noqa: E731
+    elif decomposed or "isoscore" in names or "mean_cosine" in names:
         directions, exact = "mean_cosine" in names, "effective_rank" in names
-        sums, by_cell = Sums.of(stack, directions=directions, exact=exact, cells=cells)
-        given = SiteSums(sums.size, by_cell)
-    else:
-        table["size"] = largest_sizes(stack)
-    later = None
-    if sums is not None and any(name in names for name in ("spectral_ratio", "effective_rank")):
-        # What is not finite would end the decomposition of all sites: such sites get the identity, and are left out.
-        good = torch.isfinite(sums.covariance).all(dim=2).all(dim=1)[:, None, None]
-        later = begin_spectra(torch.where(good, sums.covariance, torch.eye(width, device=stack.device).double()))
+        formed, by_cell = Sums.of(stack, directions=directions, exact=exact, cells=cells)
+        sums, given = lambda: formed, SiteSums(formed.size, by_cell)
+        later = _begin_spectra(formed.covariance) if decomposed else None
+    table = {} if sums is not None else {"size": largest_sizes(stack)}
     neighbours = _attempted(lambda: stacked_masked.begin(stack)) if "two_nn" in names else None
     # From here: the rest need not wait for what others begin meanwhile. What is large would keep memory of its own.
     stream = side_stream("measures", stack) if stack.numel() <= WIDE_CELLS else None
@@ -85,17 +93,27 @@ def begin_summed(
     def finish() -> list[dict[str, Estimate] | None]:
         with beside(stream):
             if sums is not None:
-                table.update(sums.table())
+                made = sums()
+                if made is None:
+                    return [None] * sites
+                table.update(made.table())
                 if "isoscore" in names:
-                    table["isoscore means"] = _isoscore_means(sums)
+                    table["isoscore means"] = _isoscore_means(made)
                 if later is not None:
-                    table.update(_of_spectrum(sums, later()))
+                    table.update(_of_spectrum(made, later()))
             found = fetched(table)
         rejoined(stream, device, ())  # what it has read is used again only after that
         dimensions = None if neighbours is None else _attempted(neighbours)
         return _told(found, names, n, width, dimensions or [None] * sites)
 
     return finish, given
+
+
+def _begin_spectra(covariance: Float[Tensor, "s d d"]) -> Callable[[], Spectra]:
+    # What is not finite would end the decomposition of all sites: such sites get the identity, and are left out.
+    good = torch.isfinite(covariance).all(dim=2).all(dim=1)[:, None, None]
+    eye = torch.eye(covariance.shape[1], device=covariance.device).double()
+    return begin_spectra(torch.where(good, covariance, eye))
 
 
 def _attempted(search: Callable[[], T]) -> T | None:

@@ -23,6 +23,7 @@ from anisoscope.rows import largest_sizes
 from anisoscope.stats.moments import cell_grams, grams, in_parts
 
 WIDE_CELLS = 1 << 27  # entries held as float64 at a time
+MOST_MEAN = 0.5  # of second moments about zero that a covariance is made of
 
 
 @dataclass(frozen=True)
@@ -52,26 +53,42 @@ class Sums:
         drown in the rounding of parts that tensor cores multiply.
         """
         sites, n, width = rows.shape
-        step = max(1, WIDE_CELLS // (n * width))  # sites whose rows fit into memory twice as float64
         covariance = rows.new_empty(sites, width, width, dtype=torch.float64)
         scatter = None if cells is None else rows.new_empty(sites, len(cells.rows), width, width, dtype=torch.float64)
-        parts = []
-        for first in range(0, sites, step):
-            few = slice(first, first + step)
-            seen = _seen(rows[few], exact=exact, cells=cells)
+
+        def multiply(few: slice, seen: Seen) -> None:
             if cells is None or scatter is None:
                 covariance[few] = grams(seen.centred.rows, exact=exact)
             else:
                 _put_together(seen, cells, scatter[few], covariance[few])
-            parts.append(_table(rows[few], seen, directions=directions))
-            del seen
-        joined = parts[0] if len(parts) == 1 else {name: torch.cat([one[name] for one in parts]) for name in parts[0]}
+
+        joined = _tables(rows, multiply, directions=directions, exact=exact, cells=cells)
         by_cell = None
         if cells is not None and scatter is not None:
-            by_cell = CellSums(cells, joined.pop("mean of all"), joined.pop("mean by cell"), scatter)
+            by_cell = CellSums(cells, joined["mean of all"], joined.pop("mean by cell"), scatter)
+        del joined["mean of all"]
+        return cls._made(n, covariance.div_(n - 1), joined), by_cell
+
+    @classmethod
+    def begun(cls, rows: Float[Tensor, "s n d"], *, directions: bool) -> Callable[[Float[Tensor, "s d d"]], Sums]:
+        """All but the covariance; the function returned makes it of second moments, about zero, that somebody else
+        forms. NaN where the mean is most of them: digits are lost to it."""
+        joined, n = _tables(rows, lambda _few, _seen: None, directions=directions, exact=False), rows.shape[1]
+        mean = joined.pop("mean of all")
+
+        def made(second: Float[Tensor, "s d d"]) -> Sums:
+            whole = second.diagonal(dim1=1, dim2=2).sum(dim=1)
+            near = n * mean.square().sum(dim=1) <= MOST_MEAN * whole
+            apart = mean[:, None] * torch.where(near, n / (n - 1), torch.nan)[:, None, None]
+            return cls._made(n, torch.baddbmm(second, mean[:, :, None], apart, beta=1 / (n - 1), alpha=-1), joined)
+
+        return made
+
+    @classmethod
+    def _made(cls, n: int, covariance: Float[Tensor, "s d d"], joined: dict[str, Tensor]) -> Sums:
         size, mean, fourth, some = (joined.pop(name) for name in ("size", "mean", "fourth", "rows"))
-        total = covariance.div_(n - 1).diagonal(dim1=1, dim2=2).sum(dim=1)
-        return cls(n, size, mean, covariance, total, fourth, some, cut_runs(n)[0], joined), by_cell
+        total = covariance.diagonal(dim1=1, dim2=2).sum(dim=1)
+        return cls(n, size, mean, covariance, total, fourth, some, cut_runs(n)[0], joined)
 
     def means(self, influence: Float[Tensor, "s m"]) -> Float[Tensor, "s g"]:
         """Of each block of rows."""
@@ -114,6 +131,26 @@ def _put_together(seen: Seen, cells: Cells, scatter: Float[Tensor, "s c d d"], w
     whole.baddbmm_(apart.mT, apart)
 
 
+def _tables(
+    rows: Float[Tensor, "s n d"],
+    multiply: Callable[[slice, Seen], None],
+    *,
+    directions: bool,
+    exact: bool,
+    cells: Cells | None = None,
+) -> dict[str, Tensor]:
+    """What is kept of all sites. A few of them are seen at a time, and ``multiply`` is given what was seen."""
+    sites, n, width = rows.shape
+    step = max(1, WIDE_CELLS // (n * width))  # sites whose rows fit into memory twice as float64
+    parts = []
+    for few in (slice(first, first + step) for first in range(0, sites, step)):
+        seen = _seen(rows[few], exact=exact, cells=cells)
+        multiply(few, seen)
+        parts.append(_table(rows[few], seen, directions=directions))
+        del seen
+    return parts[0] if len(parts) == 1 else {name: torch.cat([one[name] for one in parts]) for name in parts[0]}
+
+
 def _table(rows: Float[Tensor, "s n d"], seen: Seen, *, directions: bool) -> dict[str, Tensor]:
     """What is kept of a few sites."""
     centred, largest = seen.centred, seen.mean.abs().amax(dim=1)
@@ -122,10 +159,11 @@ def _table(rows: Float[Tensor, "s n d"], seen: Seen, *, directions: bool) -> dic
         some = _runs(centred.rows).flatten(1, 2)
     else:
         some = _runs(rows).flatten(1, 2) - seen.mean[:, None]  # those at hand are in another order
-        found |= {"mean of all": seen.mean, "mean by cell": seen.means}
+        found["mean by cell"] = seen.means
     return found | {
         "size": torch.maximum(seen.size, largest.float()),  # entries that are not numbers are told by their mean alone
         "mean": largest,
+        "mean of all": seen.mean,
         "fourth": centred.squares.square().sum(dim=1),
         "rows": some.float(),
     }

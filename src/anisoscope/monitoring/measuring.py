@@ -22,7 +22,7 @@ from anisoscope.measures.base import Workspace, compute, lookup
 from anisoscope.measures.later import one_thread_each
 from anisoscope.measures.table import measure
 from anisoscope.monitoring.sharing import OfAll, Shared, Sharing, wanted_cells
-from anisoscope.monitoring.stacking import GRADIENT, Stacked, gradient_names, still_note
+from anisoscope.monitoring.stacking import GRADIENT, Stacked, gradient_names, numbered, still_note
 from anisoscope.monitoring.views import Analysis, Look, MapView, Name, OfModel, SiteView
 from anisoscope.runs.records import Curve, Failure, Record
 from anisoscope.slices import ALL, NO_POSITION_0, chosen_rows, gathered, kept_columns, massive_dimensions
@@ -322,8 +322,7 @@ def gradient_norm(g: Float[Tensor, "n d"], sequences: Int64[Tensor, "n"], tokens
     """
     if len(g) == 0:
         raise TooFewRowsError("no row of the gradient is held")
-    number = sequences.cpu().unique(return_inverse=True)[1]
-    return norm_of_squares(g.double().square().sum(dim=1).cpu(), number, tokens)
+    return norm_of_squares(g.double().square().sum(dim=1).cpu(), numbered(sequences), tokens)
 
 
 def norm_of_squares(squares: Float[Tensor, "n"], number: Int64[Tensor, "n"], tokens: int) -> Estimate:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anisoscope.estimate import Estimate
 from anisoscope.measures.cells import Cells, SiteSums
+from anisoscope.measures.later import Handover
 from anisoscope.monitoring.views import Name, SiteView
 from anisoscope.runs.records import Curve
 
@@ -21,10 +22,15 @@ OfAll: TypeAlias = Mapping[str, Mapping[Name, Estimate | Curve | Exception] | Ex
 @dataclass(frozen=True)
 class Gradients:
     """Gradients of all sites in one tensor, each site times a power of two that brings its longest row near 1 where it
-    was far from that; and how long the longest row of each was before."""
+    was far from that; and how long the longest row of each was before.
+
+    ``second`` is where second moments of all sites' rows, about zero, are put by whoever forms them: measures of
+    gradients wait for them there. None where they do not.
+    """
 
     rows: Float[Tensor, "s n d"]
     longest: tuple[float, ...]
+    second: Handover | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class Shared:
 class Sharing(Protocol):
     """An analysis that takes all sites of a look together and uses what is shared.
 
-    It may ask for sums over cells of the rows, such as halves: those of the first analysis that does are formed.
+    It may ask for sums over cells of the rows, such as halves: those of the first analysis that does are formed. One
+    that asks is expected to form second moments of gradients, and to hand them over; see ``Gradients``.
     """
 
     def shared_cells(self, views: Sequence[SiteView]) -> Cells | None:

@@ -10,15 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from anisoscope.estimate import Estimate
 from anisoscope.kernels import sent, sent_on
 from anisoscope.measures.base import with_notes
 from anisoscope.measures.cells import Cells
-from anisoscope.measures.later import fetched_later, no_room
+from anisoscope.measures.later import Handover, fetched_later, no_room
 from anisoscope.measures.row_kernels import squared_lengths
 from anisoscope.measures.stacked import STACKED, Finish, begin, begin_summed
 from anisoscope.monitoring.sharing import Gradients, Shared
@@ -96,9 +97,10 @@ class Stacked:
         if not alike:
             return cls()
         names = [name for name in measures if name in STACKED]
-        begun = _begin_gradients(views, gradient_measures, norm)
         if not names or first.dtype != torch.float32:
-            return cls(gradients=begun()[0])
+            return cls(gradients=_begin_gradients(views, gradient_measures, norm, None)()[0])
+        # Whoever asks for cells of the rows forms second moments of gradients on the way.
+        begun = _begin_gradients(views, gradient_measures, norm, None if cells is None else Handover())
         x = torch.stack([view.x for view in views])
         states, sums = begin_summed(x, names, cells)
         gradients, rows = begun()
@@ -131,10 +133,10 @@ def _with_reason(found: Estimate) -> Estimate:
 
 
 def _begin_gradients(
-    views: Sequence[SiteView], measures: Sequence[str], norm: Norm
+    views: Sequence[SiteView], measures: Sequence[str], norm: Norm, second: Handover | None
 ) -> Callable[[], tuple[Callable[[], Found], Gradients | None]]:
     """Ask for the lengths of the rows, which say what is to be measured of them; then begin that; then give it. Beside
-    it the gradients themselves, where all views have one."""
+    it the gradients themselves, where all views have one. Their ``second`` moments are others' to form, if given."""
     whole = [view for view in views if view.g is not None and view.g.dtype == torch.float32 and len(view.g)]
     if not whole or not set(measures) <= set(STACKED):
         return lambda: (dict, None)
@@ -144,11 +146,11 @@ def _begin_gradients(
     lengths = fetched_later({"": squared_lengths(rows)})
 
     def begun() -> tuple[Callable[[], Found], Gradients | None]:
-        squares = torch.from_numpy(lengths()[""])
-        longest = squares.amax(dim=1).sqrt().tolist()
+        squares = lengths()[""]
+        longest = np.sqrt(squares.max(axis=1)).tolist()
         _bring_near(rows, longest)
-        given = Gradients(rows, tuple(longest)) if len(whole) == len(views) else None
-        return _begin_moving(whole, rows, squares, measures, norm), given
+        given = Gradients(rows, tuple(longest), second) if len(whole) == len(views) else None
+        return _begin_moving(whole, rows, squares, measures, norm, second if given else None), given
 
     return begun
 
@@ -168,29 +170,34 @@ def _bring_near(rows: Float[Tensor, "s n d"], longest: Sequence[float]) -> None:
 
 
 def _begin_moving(
-    whole: Sequence[SiteView], rows: Tensor, squares: Tensor, measures: Sequence[str], norm: Norm
+    whole: Sequence[SiteView],
+    rows: Float[Tensor, "s n d"],
+    squares: Float[np.ndarray, "s n"],
+    measures: Sequence[str],
+    norm: Norm,
+    second: Handover | None,
 ) -> Callable[[], Found]:
     """Begin to measure the rows that are not zero, by their squared lengths."""
     moving = squares > 0
-    good = (torch.isfinite(squares).all(dim=1) & moving.any(dim=1) & (moving == moving[0]).all(dim=1)).tolist()
-    if not any(good):
+    # Sums tell of infinities and NaN; those of squares near the end of the range may be one, and are left out as well.
+    good = np.isfinite(squares.sum(axis=1)) & moving.any(axis=1) & (moving == moving[0]).all(axis=1)
+    if not good.any():
         return dict
-    left = int((~moving[0]).sum())
-    chosen = rows if all(good) else rows[torch.tensor(good).nonzero().reshape(-1).to(rows.device)]
+    left = len(moving[0]) - int(np.count_nonzero(moving[0]))
+    chosen = rows if good.all() else rows[torch.from_numpy(np.flatnonzero(good)).to(rows.device)]
     if left:
-        chosen = chosen.index_select(1, sent_on(moving[0].nonzero().reshape(-1), rows))
-    finish = begin(chosen, list(measures))
+        chosen = chosen.index_select(1, sent_on(torch.from_numpy(np.flatnonzero(moving[0])), rows))
+    finish = begin(chosen, list(measures), second if good.all() else None)
 
     def finished() -> Found:
         found: Found = {}
-        number = whole[0].sequences.cpu().unique(return_inverse=True)[1]
-        each = iter(finish())
+        first = whole[0].sequences
+        number, each = numbered(first), iter(finish())
         for site, view in enumerate(whole):
             result = next(each) if good[site] else None
-            first = whole[0].sequences
             if result is None or not (view.sequences is first or torch.equal(view.sequences, first)):
                 continue
-            own = {f"{GRADIENT}norm": norm(squares[site], number, view.tokens)}
+            own = {f"{GRADIENT}norm": norm(torch.from_numpy(squares[site]), number, view.tokens)}
             notes = still_note(left, len(squares[site]))
             for name, one in result.items():
                 one = _with_reason(one)
@@ -199,3 +206,12 @@ def _begin_moving(
         return found
 
     return finished
+
+
+def numbered(sequences: Int64[Tensor, "n"]) -> Int64[Tensor, "n"]:
+    """The number of each row's sequence, counted from 0 in ascending order of what sequences are called."""
+    here = sequences.cpu()
+    steps = here.diff()
+    if bool((steps >= 0).all()):  # as a rule: sorting takes longer than all the rest that is told of gradients
+        return torch.nn.functional.pad((steps > 0).cumsum(dim=0), (1, 0))
+    return here.unique(return_inverse=True)[1]

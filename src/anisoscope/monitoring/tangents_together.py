@@ -18,7 +18,7 @@ from torch import Tensor
 from anisoscope.errors import AnisoscopeError
 from anisoscope.kernels import sent
 from anisoscope.measures.cells import Cells, CellSums
-from anisoscope.measures.later import beside, fetched_later, leading_later, side_stream
+from anisoscope.measures.later import Handover, beside, fetched_later, leading_later, side_stream
 from anisoscope.measures.leading import BLOCK
 from anisoscope.monitoring.sharing import Shared
 from anisoscope.monitoring.stacking import with_room
@@ -135,12 +135,16 @@ def _begin(
 @dataclass(frozen=True)
 class Rows:
     """Rows and gradients of some sites, sums over halves of the rows where they are known, and what says, later, which
-    factor brings each site's gradients into range, as ``units.in_range``: None where the site is not ordinary."""
+    factor brings each site's gradients into range, as ``units.in_range``: None where the site is not ordinary.
+
+    ``second`` is where measures of all these gradients, as they are, wait for their second moments.
+    """
 
     x: Float[Tensor, "s n d"]
     g: Float[Tensor, "s n d"]
     sums: CellSums | None
     scales: Callable[[], list[float | None]]
+    second: Handover | None
 
     @classmethod
     def of(cls, views: Sequence[SiteView], shared: Shared | None, cells: Cells) -> Rows:
@@ -172,7 +176,7 @@ class Rows:
         by_half = None if sums is None or sums.by_cell is None or sums.by_cell.cells is not cells else sums.by_cell
         if by_half is not None and some is not None:
             by_half = by_half.of_sites(some)
-        return cls(x, g, by_half, scales)
+        return cls(x, g, by_half, scales, near.second if near is not None and of_all else None)
 
 
 def _stacked(each: Sequence[Tensor | None]) -> Float[Tensor, "s n d"]:
@@ -200,7 +204,8 @@ def _attempt(
     # By site, kind, half.
     bases = torch.stack([fits[kind].basis.view(sites, 2, width, rank) for kind in asked.proxies], dim=1)
     table: dict[str, Tensor] = {}
-    for half, seen in enumerate(seen_by_halves(g, layout, bases, asked.draws, asked.seed)):
+    total = None if rows.second is None else rows.second.give
+    for half, seen in enumerate(seen_by_halves(g, layout, bases, asked.draws, asked.seed, total)):
         table |= {f"{half} {name}": value for name, value in vars(seen).items()}
     before = None if first else _bases_before(asked, views, x.device)
     table |= _facts(asked, fits, bases, before) | _variances(centred, bases)

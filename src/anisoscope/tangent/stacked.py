@@ -10,7 +10,7 @@ B draws, K the rank, D the width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,21 +81,36 @@ class Seen:
 
 
 def seen_by_halves(
-    g: Float[Tensor, "s n d"], layout: Layout, bases: Float[Tensor, "s p h d k"], draws: int, seed: int
+    g: Float[Tensor, "s n d"],
+    layout: Layout,
+    bases: Float[Tensor, "s p h d k"],
+    draws: int,
+    seed: int,
+    total: Callable[[Float[Tensor, "s d d"]], None] | None = None,
 ) -> tuple[Seen, Seen]:
-    """Energies of each half along the bases of the other, those of their controls, and what is left without each."""
+    """Energies of each half along the bases of the other, those of their controls, and what is left without each.
+
+    ``total`` is given the second moments of all rows, about zero.
+    """
     sites, _, width = g.shape
     rank = bases.shape[4]
     drawn = held_gaussians(width, rank, draws, seed=seed, device=g.device, dtype=torch.float64)
     narrow = torch.float64 if tight(width, rank) else g.dtype
     crossed = bases.flip(2).unbind(dim=2)
     if 2 * sites * layout.number.shape[1] * width**2 > TOGETHER_CELLS:
-        found = []
+        found, second = [], None
         for half in (0, 1):
             tables, moments = _by_half(g, layout, half, crossed[half])
             found.append(Seen(*tables, **vars(of_controls(moments, crossed[half], drawn, narrow))))
+            if total is not None:
+                second = moments.total if second is None else second.add_(moments.total)
+            del moments
+        if total is not None and second is not None:
+            total(second)
         return found[0], found[1]
     (one, of_one), (two, of_two) = (_by_half(g, layout, half, crossed[half]) for half in (0, 1))
+    if total is not None:
+        total(of_one.total + of_two.total)
     both = of_controls(of_one.beside(of_two), torch.cat(crossed), drawn, narrow)
     return Seen(*one, **vars(both[:sites])), Seen(*two, **vars(both[sites:]))
 
