@@ -30,10 +30,10 @@ FEW = [0, 42]
 # Modules that take longest come first, the longest of all at the head: one begun last would run beside an idle core.
 # `make test` gives out whole modules in this order.
 DEAR = (
-    "calibration", "theory_recovery", "watching", "monitor", "train_command", "kernels", "stacked", "tridiagonal",
-    "small_eigh", "invariances", "theory", "regularizers", "seminmf", "oracles", "cli", "grams", "store_kill",
-    "tangent_calibration", "train", "theory_learning", "hostile", "sites", "quality_report", "stacked_controls",
-    "interventions", "quality", "type_kernel", "truths", "states",
+    "calibration", "theory_recovery", "watching", "monitor", "train_command", "kernels", "stacked", "invariances",
+    "theory", "regularizers", "seminmf", "oracles", "cli", "store_kill", "tangent_calibration", "train",
+    "theory_learning", "hostile", "sites", "quality_report", "interventions", "quality", "tridiagonal",
+    "stacked_controls", "small_eigh", "grams", "truths", "states", "type_kernel",
 )  # fmt: skip
 
 

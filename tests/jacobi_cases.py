@@ -4,10 +4,8 @@ A process of its own: Triton decides when it is imported whether its kernels are
 """
 
 import json
-import os
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+import interpreted  # noqa: F401
 import numpy as np
 import torch
 
