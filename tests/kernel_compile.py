@@ -33,6 +33,7 @@ CENTRED = STRIDES | {"out_stride": "i64", "lengths": "*fp64", "about": "*fp64", 
 CELLS = {"bounds": "*i64", "out": "*fp64", "cells": "i32"}
 CELLS |= dict.fromkeys(("row_site", "row_stride", "out_site", "out_cell"), "i64")
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
+PACE = {"GROW": 1.2, "SHRINK": 1.2, "GROW_LIMIT": 1.01, "SURE": 0.8}
 TRIDIAGONAL = {
     tridiagonal.reduce_panel: {
         "PP": 16,
@@ -102,7 +103,8 @@ def type_distances(width, row="*fp32"):
 
 
 def main():
-    flags = {"active": "*i1", "sound": "*i1", "good": "*i1"}
+    flags = dict.fromkeys(("active", "sound", "good", "again"), "*i1")
+    doubles = dict.fromkeys(("ahead", "met", "pull_sum", "second_sum", "own_sum", "met_sum"), "*fp64")
     tile = {"R": rows.ROWS, "K": 128}
     visit = {"K": 16, "P": 16, "B": visits.ROWS, "W": visits.DEPTH}
     lists = {"AHEAD": True, "SHARE": 128, "T": 16, "P": 8, "B": 64}
@@ -112,7 +114,17 @@ def main():
         "controls": compiled(controls.controls, {"K": 16, "P": 16}, **small | near),
         "controls of 32": compiled(controls.controls, {"K": 30, "P": 32}, **small),
         "bias_sums": compiled(pairs.bias_sums, {"B": pairs.PLACES}, values="*fp64", out="*fp64"),
-        "inverse_factors": compiled(factors.inverse_factors, {"K": 32, "P": 32}, out="*fp64", **flags),
+        "inverse_factors": compiled(factors.inverse_factors, {"K": 32, "P": 32}, out="*fp64", least="fp32", **flags),
+        "plan_filter": compiled(
+            factors.plan_filter,
+            {"K": 32, "P": 32},
+            locked="*i1",
+            most="i32",
+            edge="i32",
+            warm="i32",
+            **dict.fromkeys(("values", "residuals", "weights", "half", "degree"), "*fp64"),
+            **dict.fromkeys(("lock_at", "near_at", "growth"), "fp32"),
+        ),
         "decompose": compiled(jacobi.decompose, {"SWEEPS": 30, "K": 32, "P": 32}, **wide(jacobi.decompose)),
         "decompose of 8": compiled(jacobi.decompose, {"SWEEPS": 30, "K": 5, "P": 8}, **wide(jacobi.decompose)),
         "cell_grams": cell_grams(grams.SMALL),
@@ -155,20 +167,18 @@ def main():
             rows.merge_again, {"P": 512}, distances="*fp64", indices="*i64", settled="*i1", **AGAIN
         ),
         "warm_codes": compiled(visits.warm_codes, visit, settled="fp32"),
-        "half_step": compiled(visits.half_step, visit | {"S": 4}, **flags),
-        "add_up": compiled(
-            visits.add_up,
-            {"K": 16, "P": 16, "B": visits.ADDED},
-            width="i32",
-            pull_sum="*fp64",
-            second_sum="*fp64",
-            **flags,
-        ),
-        "account": compiled(
-            codes.account,
-            {"K": 16, "P": 16, "W": codes.ENTRIES // 16},
-            **wide(codes.account) | flags | {"tolerance": "fp64"},
-        ),
+        "half_step": compiled(visits.half_step, visit | {"S": 4}, **flags | doubles),
+        "half_step of 64": compiled(visits.half_step, visit | {"S": 4, "K": 64, "P": 64}, 8, **flags | doubles),
+        "add_up": compiled(visits.add_up, {"K": 16, "P": 16, "B": visits.ADDED}, width="i32", **flags | doubles),
+        **{
+            f"account of {rank}": compiled(
+                codes.account,
+                {"K": rank, "P": rank, "W": codes.ENTRIES // rank, **PACE},
+                8,
+                **wide(codes.account) | flags | {"met": "*fp64", "tolerance": "fp64"},
+            )
+            for rank in (16, 64)
+        },
         **{
             f"in_halves, {side}": compiled(
                 controls.in_halves,

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 ORACLES, TRUTHS, HOSTILE = "tests/test_oracles.py", "tests/test_truths.py", "tests/test_hostile.py"
 STATES, INVARIANCES, INPUTS = "tests/test_states.py", "tests/test_invariances.py", "tests/test_inputs.py"
 COVER = "tests/test_calibration.py"
+SEMINMF = "tests/test_seminmf.py"
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,7 @@ MUTANTS = [
         "marked",
     ),
     Mutant("measures/leading.py", "DEGREES = (2, 4, 16)", "DEGREES = (16, 16, 16)", (LEADING,)),
-    Mutant("measures/leading.py", "values - edge, 0.0)", "values * 0, 0.0)", (LEADING,)),
+    Mutant("measures/leading.py", "ritz.values - lowest, 0.0)", "ritz.values * 0, 0.0)", (LEADING,)),
     Mutant("measures/leading.py", "FRESH = 4", "FRESH = 0", (LEADING,)),
     Mutant("tangent/stacked_controls.py", "c[:, -1] = -drawn.head.mT", "c[:, -1] = drawn.head.mT", (KERNEL_CONTROLS,)),
     Mutant("tangent/stacked_controls.py", "beta=1.5, alpha=-0.5", "beta=1.0, alpha=0.0", (KERNEL_CONTROLS,)),
@@ -314,7 +315,51 @@ MUTANTS = [
     Mutant("tangent/stacked_types.py", "torch.where(unit > 0, spread, torch.nan)", "spread", (TYPES,)),
     Mutant("tangent/stacked_types.py", "torch.where(alike_all.T, torch.nan, spread)", "spread", (TYPES,)),
     Mutant("kernels/controls.py", "high if LEFT else low", "low if LEFT else high", (KERNEL_CONTROLS,)),
-    Mutant("kernels/visits.py", "if tl.program_id(0) < tl.num_programs(0) - 1:", "if True:", (KERNELS,), "half_steps"),
+    Mutant("kernels/visits.py", "if left > 2:", "if True:", (KERNELS,), "half_steps"),
+    Mutant(
+        "kernels/visits.py",
+        "tl.maximum(z + share * (z - before), 0.0)",
+        "z + share * (z - before)",
+        (KERNELS,),
+        "half_s",
+    ),
+    Mutant("kernels/visits.py", "range(tl.where(redo, 0, S))", "range(S)", (KERNELS,), "half_steps"),
+    Mutant("kernels/visits.py", "reach / scale.to(tl.float64)", "reach", (KERNELS,), "half_steps"),
+    Mutant("kernels/visits.py", "_added(own, own_sum", "_added(second, own_sum", (KERNELS,), "half_steps"),
+    Mutant("kernels/codes.py", "back = went & (now > most)", "back = went & (now > before)", (KERNELS,), "account"),
+    Mutant("kernels/codes.py", "tl.store(fresh_gram + places, former, mask=inside)", "pass", (KERNELS,), "account"),
+    Mutant("kernels/codes.py", "tl.where(back, speed / SHRINK, faster)", "faster", (KERNELS,), "account"),
+    Mutant("kernels/codes.py", "tl.maximum(SURE * value, 1.0)", "1.0", (KERNELS,), "account"),
+    Mutant(
+        "kernels/codes.py",
+        "((before - now > least) | back) & fine",
+        "(before - now > least) & fine",
+        (KERNELS,),
+        "plain_p",
+    ),
+    Mutant("tangent/visits.py", "stays = back | ~active", "stays = ~active", (SEMINMF,), "many_fits"),
+    Mutant("tangent/visits.py", "now > torch.minimum(reached, before)", "now > before", (SEMINMF,), "together"),
+    Mutant("tangent/visits.py", "(SURE * worth).clamp_min(1.0)", "1.0", (SEMINMF,), "plateau"),
+    Mutant(
+        "tangent/visits.py",
+        "book.copy_(torch.where(active, entry, book))",
+        "book.copy_(entry)",
+        (SEMINMF,),
+        "many_fits",
+    ),
+    Mutant(
+        "tangent/stacked_fits.py",
+        "torch.where(books.again[:, None, None], last, codes), books",
+        "codes, books",
+        (SEMINMF,),
+        "many_fits",
+    ),
+    Mutant("tangent/stacked_fits.py", "books.active & ~books.again)", "books.active)", (SEMINMF,), "together"),
+    Mutant("tangent/descending.py", "z, worth = last, 1.0", "z = last", (SEMINMF,), "together"),
+    Mutant("tangent/seminmf.py", "of_plain=concepts is not None", "of_plain=False", (SEMINMF,), "together"),
+    Mutant(
+        "tangent/seminmf.py", "few is not None or concepts is not None", "few is not None", (SEMINMF,), "earlier_fit"
+    ),
     Mutant("tangent/stacked_fits.py", "rows[:, half, len(at) :] = 0", "pass", (STACKED,)),
     Mutant("measures/leading.py", "self.earlier[:, :rank].sum(dim=1) <=", "captured <=", (LEADING,)),
     Mutant("measures/tridiagonal.py", "tile_of(stride - first, shared)", "tile_of(16, shared)", (TRIDIAGONAL,)),
@@ -358,8 +403,8 @@ MUTANTS = [
     Mutant("kernels/tridiagonal.py", "below += tl.where", "below = tl.where", (TRIDIAGONAL,)),
     Mutant("tangent/stacked_controls.py", "[:, count, None].double()", "[:, 0, None].double()", (KERNEL_CONTROLS,)),
     Mutant("measures/row_kernels.py", "_built.add((rows.device, n, width))", "pass", (KERNELS,), "copies_are_marked"),
-    Mutant("kernels/factors.py", "left * scale[:, None]", "left", (KERNELS,), "triangular"),
-    Mutant("kernels/factors.py", "tl.where(pivots > 0, 1, 0)", "tl.where(pivots > -1, 1, 1)", (KERNELS,), "triangular"),
+    Mutant("kernels/factors.py", "(1 / tl.sqrt(pivots))", "pivots", (KERNELS,), "triangular"),
+    Mutant("kernels/factors.py", "tl.where(pivot > limit, 1, 0)", "1", (KERNELS,), "triangular"),
     Mutant("kernels/jacobi.py", "0.5 + 0.375 * error", "0.5", (JACOBI,), "eigenpairs"),
     Mutant("kernels/jacobi.py", "swap = turns & (apart > 0)", "swap = turns & (apart < 0)", (JACOBI,), "eigenpairs"),
     Mutant("kernels/jacobi.py", "(other == own) & (columns < rows)", "other != other", (JACOBI,), "eigenpairs"),
@@ -414,7 +459,12 @@ MUTANTS = [
         "        return None",
         ("tests/test_monitor.py", STACKED),
     ),
-    Mutant("measures/leading.py", "WARM_CYCLES = 2 ", "WARM_CYCLES = 1 ", (LEADING,)),
+    Mutant("measures/leading.py", "plan.growth if self.warm else None", "None", (LEADING,)),
+    Mutant("measures/leading.py", "SURE = 1e6 ", "SURE = 1e-6 ", (LEADING,)),
+    Mutant("measures/leading.py", "(FRESH if warm else 0)", "0", (LEADING,)),
+    Mutant("measures/leading.py", "~last.ritz.sound if cycle > 1", "~last.ritz.sound if cycle > 0", (LEADING,)),
+    Mutant("kernels/factors.py", "tl.where(near, edge, K - 1)", "edge", (KERNELS,)),
+    Mutant("kernels/factors.py", "(value > 4 * lowest) & there", "there", (KERNELS,)),
     Mutant("measures/later.py", "(at := at + math.prod(shape))", "(at := at + len(shape))", (STACKED,)),
     Mutant(
         "tangent/kmeans.py",

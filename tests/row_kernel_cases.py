@@ -1,11 +1,9 @@
 """Kernels that visit each row once, run by Triton's interpreter on the CPU. Run by test_kernels.py."""
 
 import json
-import os
 import sys
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+import interpreted  # noqa: F401
 import torch
 from kernel_cases import brute_force, draw
 
@@ -250,29 +248,41 @@ def sums():
 
 
 def visits():
-    """A half step of three fits, one with a concept of length zero, one not active, against plain products."""
-    a, concepts = draw(3, 150, 70), draw(3, 5, 70, seed=1, dtype=torch.float64)
+    """A half step of four fits against plain products: one goes ahead, of one a concept has no length, one is done
+    again as it was, one is not active."""
+    a, concepts = draw(4, 150, 70), draw(4, 5, 70, seed=1, dtype=torch.float64)
     concepts[1, 2] = 0
-    gram, active = concepts @ concepts.mT, torch.tensor([True, True, False])
-    before = draw(3, 5, 150, seed=2).clamp_min(0)
-    codes = before.clone()
+    gram = concepts @ concepts.mT
+    before, former = (draw(4, 5, 150, seed=seed).clamp_min(0) for seed in (2, 3))
+    former[1] = torch.nan  # there is no last yet
+    books = visits_of.Books.begun(a.new_zeros(4, dtype=torch.float64), 0.5)
+    books.ahead[0], books.again[2], books.active[3] = 0.7, True, False
+    codes, last = before.clone(), former.clone()
     steps = visits_of.HalfSteps.of(a, 5)
-    steps.pull_sum[2] = 7.0
-    second, pull = steps.take(codes, concepts, gram, active, 3)
-    worst = 0.0
-    for fit in (0, 1):
-        want = swept(before[fit], concepts[fit].float() @ a[fit].T, gram[fit], 3).double()
-        for one, other in (
-            (codes[fit], want), (second[fit], want @ want.T), (pull[fit], want @ a[fit].double()),
-        ):  # fmt: skip
+    steps.sums.pull[3] = 7.0
+    sums = steps.take(codes, last, concepts, gram, books, 3)
+    worst, again = 0.0, bool((last[2] == former[2]).all() and (codes[2] == former[2]).all())
+    for fit in (0, 1, 2):
+        cross = concepts[fit].float() @ a[fit].T
+        new = former[fit] if fit == 2 else swept(before[fit], cross, gram[fit], 3)
+        want = torch.lerp(former[fit], new, 1.7).clamp_min(0).double() if fit == 0 else new.double()
+        pairs = [
+            (codes[fit], want), (sums.second[fit], want @ want.T), (sums.pull[fit], want @ a[fit].double()),
+            (last[fit], new), (sums.own[fit], new.double() @ new.double().T),
+        ]  # fmt: skip
+        if fit != 2:  # where nothing was swept, nobody asks
+            pairs.append((sums.met[fit], (cross.double() * new).sum()))
+        for one, other in pairs:
             worst = max(worst, float((one - other).abs().max() / other.abs().max()))
     warm = visits_of.warm_codes(a, concepts, 40, 1e-6)
-    gap = [float((warm[i] - solved(a[i], concepts[i], 40, 1e-6)).abs().max() / warm[i].max()) for i in (0, 2)]
+    gap = [float((warm[i] - solved(a[i], concepts[i], 40, 1e-6)).abs().max() / warm[i].max()) for i in (0, 3)]
     # Two sweeps are not enough to forget where codes started.
     early = visits_of.warm_codes(a, concepts, 2, 0.0)
-    gap += [float((early[i] - solved(a[i], concepts[i], 2, 0.0)).abs().max() / early[i].max()) for i in (0, 2)]
-    kept = torch.equal(codes[2], before[2]) and not bool(second[2].any()) and bool((pull[2] == 7).all())
-    return {"worst": worst, "kept": kept, "warm": max(gap), "idle": float(codes[1, 2].max() + warm[1, 2].max())}
+    gap += [float((early[i] - solved(a[i], concepts[i], 2, 0.0)).abs().max() / early[i].max()) for i in (0, 3)]
+    kept = torch.equal(codes[3], before[3]) and torch.equal(last[3], former[3]) and bool((sums.pull[3] == 7).all())
+    kept = kept and not any(bool(one[3].any()) for one in sums[1:])
+    idle = float(codes[1, 2].max() + warm[1, 2].max())
+    return {"worst": worst, "kept": kept, "again": again, "warm": max(gap), "idle": idle}
 
 
 def factors():
@@ -290,7 +300,25 @@ def factors():
         "worst": float(((out[[0, 3]] - truth).abs() / truth.abs().max()).max()), "good": good.tolist(),
         "finite": bool(torch.isfinite(out).all()), "upper": float(out.triu(1).abs().max()),
         "orthonormal": float((basis.mT @ basis - torch.eye(11).double()).abs().max()),
+        "plans": _plans(),
     }  # fmt: skip
+
+
+def _plans():
+    """How far plans of filters by the kernel and by plain steps lie apart: blocks with locked columns and without, near
+    the wanted ones and not, of a flat spectrum, and below zero by rounding."""
+    places = torch.arange(1, leading.BLOCK + 1).double()
+    values = torch.stack([1 / places, 1e6 / places**3, 1 - places / 1e7, 2 - places / 16, 1 / places, 1 / places])
+    residuals = values.abs() * torch.tensor([1e-12, 1e-5, 1e-2, 1e-4, 2e-10, 1.0]).double()[:, None]
+    residuals[4, 1::2] = 1e-3 * values[4, 1::2] * (1 - 1e-9)
+    ritz = leading._Ritz(values, torch.empty(6, 3, leading.BLOCK).double(), residuals, torch.ones(6, dtype=torch.bool))
+    worst = 0.0
+    for most, warm in ((16, 0), (16, 16), (3, 7)):
+        mine = leading.planned(values, residuals, most, warm)
+        plain = vars(leading._Filter.of(ritz, most, warm)).values()
+        for one, other in ((a.double(), b.double()) for a, b in zip(mine, plain, strict=True)):
+            worst = max(worst, float(((one - other) / other.abs().clamp_min(1e-9)).abs().max()))
+    return worst
 
 
 def biases():

@@ -5,7 +5,7 @@ import torch
 
 from anisoscope.measures import later
 from anisoscope.measures.later import _led
-from anisoscope.measures.leading import BLOCK, _Ritz, _State, can_lead, leading_spaces
+from anisoscope.measures.leading import BLOCK, SURE, _Filter, _Ritz, _State, can_lead, leading_spaces
 
 WIDTH, RANK = 160, 16
 PLACES = torch.arange(1, WIDTH + 1, dtype=torch.float64)
@@ -69,11 +69,13 @@ def test_a_wide_spectrum_that_falls_slowly_settles():
 
 
 def test_what_does_not_settle_says_so():
-    short = scatter(torch.where(PLACES <= 20, 1.0, 0.0))  # of rank 20, less than the block
+    short = scatter(torch.where(PLACES <= 12, 1.0, 0.0))  # of rank 12, less than is wanted
     broken = scatter(FALLING["flat"])
     broken[3, 3] = torch.nan
-    matrices = torch.stack([short, broken, scatter(FALLING["fast"])])
-    assert leading_spaces(matrices, RANK).settled.tolist() == [False, False, True]
+    found = leading_spaces(torch.stack([short, broken, scatter(FALLING["fast"])]), RANK)
+    assert found.settled.tolist()[1:] == [False, True]
+    truth = torch.linalg.eigvalsh(short).flip(0)[:RANK]
+    assert not bool(found.settled[0]) or torch.allclose(found.values[0, :RANK], truth, rtol=1e-9, atol=1e-9)
 
 
 def test_matrices_that_do_not_settle_are_decomposed():
@@ -114,6 +116,45 @@ def test_a_new_direction_just_above_the_last_wanted_one_is_found(seed):
     found = leading_spaces(matrix[None], RANK, old)
     truth = torch.linalg.eigvalsh(matrix).flip(0)[:RANK]
     assert not bool(found.settled) or torch.allclose(found.values[0, :RANK], truth, rtol=1e-6)
+
+
+def cycles(matrix, start, monkeypatch):
+    """What is found from a start, and in how many cycles."""
+    seen, after = [], _State.after
+    with monkeypatch.context() as patch:
+        patch.setattr(_State, "after", lambda self, *given: seen.append(1) or after(self, *given))
+        return leading_spaces(matrix[None], RANK, start), len(seen)
+
+
+@pytest.mark.parametrize("name", ["as one over rank", "fast"])
+def test_where_little_has_changed_one_cycle_is_enough(name, monkeypatch):
+    """If values fall fast enough behind the wanted ones. New directions are found all the same: one just above the
+    last wanted, one so large that all drawn columns point along it after a cycle, and as many as are drawn."""
+    matrix = scatter(FALLING[name])
+    old = leading_spaces(matrix[None], RANK).vectors
+    found, count = cycles(matrix, old, monkeypatch)
+    assert bool(found.settled) and count == (1 if name == "fast" else 2)
+    values, vectors = torch.linalg.eigh(matrix)
+    for more in ([values[-RANK] * 1.001], [values[-1] * 2], [values[-3] * 1.1, *(values[-8:-5] * 1.2)]):
+        changed = matrix + (vectors[:, : len(more)] * torch.tensor(more)) @ vectors[:, : len(more)].T
+        found, count = cycles(changed, old, monkeypatch)
+        assert bool(found.settled) and count <= 3
+        truth = torch.linalg.eigvalsh(changed).flip(0)[:RANK]
+        torch.testing.assert_close(found.values[0, :RANK], truth, rtol=1e-9, atol=0)
+
+
+def test_what_has_not_grown_enough_is_not_sure():
+    """Exact pairs from a start, whose drawn columns may hold what is missing only if it grew."""
+    matrix = torch.diag(torch.linspace(2, 1, 200, dtype=torch.float64))[None]
+    ritz = _Ritz.of(matrix, torch.eye(200, dtype=torch.float64)[None, :, :BLOCK])
+    for growth, sure in ((1.01 * SURE * 200**0.5, True), (0.99 * SURE * 200**0.5, False)):
+        state = _State(ritz, ritz.values * 0.9, growth=lambda values, growth=growth: torch.full_like(values, growth))
+        assert state.settled(RANK).tolist() == [sure]
+    plan = _Filter.of(ritz, 7, 0)
+    wanted = ritz.values[:, RANK - 1]
+    image = ritz.filtered(matrix, plan, 7)[0, :, RANK - 1]
+    torch.testing.assert_close(plan.growth(wanted), torch.linalg.vector_norm(image)[None])
+    assert plan.growth(ritz.values[:, -1] / 2).tolist() == [1.0], "below the edge nothing grows"
 
 
 def test_what_still_grows_has_not_settled():

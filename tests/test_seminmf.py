@@ -15,7 +15,7 @@ from anisoscope.errors import (
     ShapeError,
     TooFewRowsError,
 )
-from anisoscope.tangent import descending, descent, kmeans, seminmf
+from anisoscope.tangent import descending, descent, kmeans, seminmf, stacked_fits, visits
 from anisoscope.tangent.descent import swept
 from anisoscope.tangent.kmeans import k_means
 from anisoscope.tangent.seminmf import fit_seminmf
@@ -569,3 +569,108 @@ def test_a_cell_that_loses_its_rows_moves_to_the_farthest_row():
     rows = torch.cat([torch.zeros(20, 2), torch.tensor([[10.0, 0.0]])]) + 1e-3 * torch.arange(21)[:, None]
     found = k_means(rows, 2, centres=torch.tensor([[0.0, 0.0], [500.0, 0.0]]))
     assert found.labels.tolist() == [0] * 20 + [1] and found.error < 1e-3
+
+
+WILD = 4.0  # of momentum: much too far
+
+
+def many_fits(n=600, width=24, rank=5):
+    """Four fits, whose rows are mixtures of more concepts than are fitted, and where they start from."""
+    draw = torch.Generator().manual_seed(0)
+    mixed = torch.randn(2, n, 16, generator=draw).relu() @ torch.randn(2, 16, width, generator=draw)
+    rows = (mixed + torch.randn(2, n, width, generator=draw)).double()
+    centred = stacked_fits.Centred.of(rows, (torch.arange(n // 2 - 9), torch.arange(n // 2 - 9, n)))
+    return centred, stacked_fits.kmeans_starts(centred, rank, 0)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 1.0, WILD])
+def test_fits_together_are_those_alone_whatever_their_momentum(momentum, monkeypatch):
+    """Rounds that are taken back count once, as they do alone, where they are mended on the spot."""
+    if momentum == WILD:
+        monkeypatch.setattr(visits, "BEGIN", WILD)
+        monkeypatch.setattr(descending._Pace, "begun", lambda momentum: descending._Pace(WILD, WILD))
+    centred, start = many_fits()
+    found = stacked_fits.seminmf_fits(centred, start, momentum)
+    parts = zip(centred.rows, centred.counts.tolist(), start, strict=True)
+    for at, (rows, n, concepts) in enumerate(parts):
+        alone = fit_seminmf(rows[:n], 5, centre=False, concepts=concepts, momentum=min(momentum, 1.0))
+        assert found.facts["iterations"][at] == alone.iterations and bool(found.settled[at]) == alone.converged
+        assert float(found.facts["error"][at]) == pytest.approx(alone.error, rel=1e-9)
+        assert torch.allclose(found.state[at], alone.concepts, atol=1e-7)
+
+
+def rounds_of(monkeypatch, centred, start, momentum, most=200):
+    """Rounds of each fit until it has settled, those that are taken back among them; its concepts, and its books."""
+    going, real = [], stacked_fits.account_plainly
+
+    def counted(*given):
+        going.append(given[3].active.clone())
+        real(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stacked_fits, "account_plainly", counted)
+        patch.setattr(stacked_fits, "MAX_ITER", most)
+        concepts, _, books = stacked_fits._descend(centred.rows, start, centred.total, momentum)
+    return torch.stack(going).sum(dim=0), concepts, books
+
+
+def test_momentum_halves_the_rounds_and_ends_no_higher(monkeypatch):
+    monkeypatch.setattr(stacked_fits, "TOLERANCE", 3e-4)
+    centred, start = many_fits(1200, 48, 8)
+    plain, _, plain_books = rounds_of(monkeypatch, centred, start, 0.0)
+    found, _, books = rounds_of(monkeypatch, centred, start, seminmf.MOMENTUM)
+    assert not bool((plain_books.active | books.active).any()), "all have settled"
+    assert int(found.sum()) < 0.6 * int(plain.sum()) and int(found.max()) < 0.6 * int(plain.max()), (found, plain)
+    assert bool((books.error < plain_books.error * (1 + stacked_fits.TOLERANCE)).all())
+
+
+def test_momentum_settles_on_a_plateau_where_the_plain_descent_does(monkeypatch):
+    """The error falls by a little less than the tolerance in each plain round, and would for a long time."""
+    centred, start = many_fits(1200, 48, 8)
+    _, concepts, _ = rounds_of(monkeypatch, centred, start, 0.0, 60)
+    errors = [rounds_of(monkeypatch, centred, concepts, 0.0, most)[2].error for most in (3, 4)]
+    monkeypatch.setattr(stacked_fits, "TOLERANCE", 1.4 * float((1 - errors[1] / errors[0]).max()))
+    plain, found = (rounds_of(monkeypatch, centred, concepts, momentum)[0] for momentum in (0.0, seminmf.MOMENTUM))
+    assert int(plain.max()) < 5 and int(found.max()) < 8, (plain, found)
+    monkeypatch.setattr(visits, "SURE", 0.0)
+    assert int(rounds_of(monkeypatch, centred, concepts, seminmf.MOMENTUM)[0].max()) > 12, "or it would go on"
+
+
+@pytest.mark.parametrize("momentum", [0.5, WILD])
+def test_no_round_of_many_fits_raises_an_error_and_what_is_taken_back_is_as_it_was(momentum, monkeypatch):
+    """Nor does a fit that has settled move any more, in anything that is told of it."""
+    monkeypatch.setattr(stacked_fits, "TOLERANCE", 3e-3)
+    monkeypatch.setattr(visits, "BEGIN", WILD)
+    centred, start = many_fits()
+    before, taken_back, settled = None, 0, 0
+    for most in range(1, 30):
+        monkeypatch.setattr(stacked_fits, "MAX_ITER", most)
+        concepts, codes, books = stacked_fits._descend(centred.rows, start, centred.total, momentum)
+        lost = (centred.rows - codes.mT @ concepts).square().sum(dim=(1, 2)) / centred.total
+        told = {"concepts": concepts, "codes": codes} | vars(books)
+        assert bool((codes >= 0).all()) and torch.allclose(lost[~books.again], books.error[~books.again], rtol=1e-9)
+        if before is not None:
+            assert bool((lost <= before["lost"] * (1 + 1e-12)).all()), most
+            as_before = {
+                name: [torch.equal(*pair) for pair in zip(told[name], before[name], strict=True)] for name in told
+            }
+            for fit in books.again.nonzero().flatten().tolist():
+                assert all(as_before[name][fit] for name in ("concepts", "error", "iterations", "active")), (most, fit)
+            still = (~before["active"]).nonzero().flatten().tolist()
+            assert all(same[fit] for fit in still for same in as_before.values()), most
+            taken_back, settled = taken_back + int(books.again.sum()), settled + len(still)
+        before = told | {"lost": lost}
+    assert taken_back > 8 if momentum == WILD else settled > 8, (taken_back, settled)
+
+
+def test_an_earlier_fit_is_gone_on_from_with_momentum():
+    """And as those of many fits are: other starts of so few rows are not."""
+    centred, start = many_fits()
+    rows = centred.rows[1]
+    found, plain, asked = (
+        fit_seminmf(rows, 5, centre=False, concepts=start[1], **options)
+        for options in ({}, {"momentum": 0.0}, {"momentum": seminmf.MOMENTUM})
+    )
+    assert torch.equal(found.concepts, asked.concepts) and found.iterations < 0.6 * plain.iterations
+    cold, plain = (fit_seminmf(rows, 5, centre=False, **options) for options in ({}, {"momentum": 0.0}))
+    assert torch.equal(cold.concepts, plain.concepts)

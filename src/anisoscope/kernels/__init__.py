@@ -33,7 +33,7 @@ def kernels_run(device: torch.device) -> bool:
     out, good = torch.empty_like(eye), torch.empty(1, dtype=torch.bool, device=device)
     try:
         with torch.cuda.device(device):
-            kernels_of("factors").inverse_factors[(1,)](eye, out, good, K=2, P=2)
+            kernels_of("factors").inverse_factors[(1,)](eye, out, good, 0.0, K=2, P=2)
     except Exception as error:  # of Triton, the C compiler, the driver or the file system
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         warnings.warn(f"GPU kernels cannot be built here, looks will take longer ({why})", RuntimeWarning, stacklevel=2)

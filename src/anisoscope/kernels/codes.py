@@ -84,17 +84,30 @@ def inverses(second, out, good, active, limit, K: tl.constexpr, P: tl.constexpr)
 
 @triton.jit
 def account(
-    pull, fresh, second, own, size, error, active, sound, good, iterations, D, tolerance,
+    pull, second, own, met, concepts, gram, fresh, fresh_gram, size, good,
+    active, sound, error, iterations, pace, limit, ahead, again, worth, D, tolerance,
     K: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
+    GROW: tl.constexpr, SHRINK: tl.constexpr, GROW_LIMIT: tl.constexpr, SURE: tl.constexpr,
 ):  # fmt: skip
-    """The error ``size - 2 <pull, fresh> + <second, own>`` over ``size``, and whether a fit goes on."""
+    """The error ``size - 2 <pull, fresh> + <second, fresh_gram>`` over ``size``, whether it stays, and what is next.
+
+    A round that went ahead is taken back where its error is above that of the round before or that of the codes before
+    they went on, ``size - 2 met + <own, gram>`` over ``size``: ``fresh`` and ``fresh_gram`` become what ``concepts``
+    and ``gram`` were, the round is to be done again, and nothing else is told of it.
+
+    A fit has settled when a round lowers its error by at most ``tolerance`` of it for each plain round that it is
+    surely worth, as in ``descending.Limits``.
+    """
     fit = tl.program_id(0).to(tl.int64)
     if tl.load(active + fit):
         rows, columns = tl.arange(0, P)[:, None], tl.arange(0, P)[None, :]
         places = fit * K * K + rows * K + columns
         inside = (rows < K) & (columns < K)
-        held = tl.load(second + places, mask=inside, other=0.0) * tl.load(own + places, mask=inside, other=0.0)
+        former = tl.load(gram + places, mask=inside, other=0.0)
+        held = tl.load(second + places, mask=inside, other=0.0) * tl.load(fresh_gram + places, mask=inside, other=0.0)
         total = tl.sum(tl.sum(held, axis=1), axis=0)
+        swept = tl.load(own + places, mask=inside, other=0.0) * former
+        reached = tl.sum(tl.sum(swept, axis=1), axis=0) - 2 * tl.load(met + fit)
         both = tl.zeros((P, W), dtype=tl.float64)
         for start in range(0, D, W):
             k = start + tl.arange(0, W)[None, :]
@@ -106,7 +119,29 @@ def account(
         now = tl.maximum(whole + total, 0.0) / whole
         before = tl.load(error + fit)
         fine = tl.load(good + fit) != 0
+        share = tl.load(ahead + fit)
+        went = share > 0
+        value = 1.0 + share * tl.load(worth + fit)
+        least = tolerance * tl.maximum(SURE * value, 1.0) * before
+        most = tl.minimum(tl.maximum(whole + reached, 0.0) / whole, before)
+        back = went & (now > most)
+        if back:
+            tl.store(fresh_gram + places, former, mask=inside)
+            for start in range(0, D, W):
+                k = start + tl.arange(0, W)[None, :]
+                there = (rows < K) & (k < D)
+                at = fit * K * D + rows * D + k
+                tl.store(fresh + at, tl.load(concepts + at, mask=there, other=0.0), mask=there)
+        speed, most_speed = tl.load(pace + fit), tl.load(limit + fit)
+        faster = tl.where(went, tl.minimum(most_speed, GROW * speed), speed)
+        higher = tl.where(went, tl.minimum(1.0, GROW_LIMIT * most_speed), most_speed)
+        next_speed = tl.where(back, speed / SHRINK, faster)
+        tl.store(pace + fit, next_speed)
+        tl.store(limit + fit, tl.where(back, speed, higher))
+        tl.store(ahead + fit, tl.where(back, 0.0, next_speed))
+        tl.store(again + fit, back)
+        tl.store(worth + fit, value)
         tl.store(sound + fit, (tl.load(sound + fit) != 0) & fine)
-        tl.store(iterations + fit, tl.load(iterations + fit) + 1)
-        tl.store(error + fit, now)
-        tl.store(active + fit, (before - now > tolerance * before) & fine)
+        tl.store(iterations + fit, tl.load(iterations + fit) + tl.where(back, 0.0, 1.0))
+        tl.store(error + fit, tl.where(back, before, now))
+        tl.store(active + fit, ((before - now > least) | back) & fine)

@@ -1,4 +1,4 @@
-"""Kernel of small triangular factors: as many matrices at once as there are, where a library takes several steps each.
+"""Kernels of many small matrices and blocks at once, where a library takes several steps for each or many for all.
 
 This module needs Triton; ``measures.leading`` asks for it where Triton is.
 """
@@ -10,10 +10,10 @@ import triton.language as tl
 
 
 @triton.jit
-def inverse_factors(gram, out, good, K: tl.constexpr, P: tl.constexpr):
+def inverse_factors(gram, out, good, least, K: tl.constexpr, P: tl.constexpr):
     """The inverse of the lower triangular factor of each symmetric positive float64 matrix, by elimination on both the
-    matrix and the identity. Not good: a pivot that is not positive, as where columns depend on one another or are not
-    finite; what stands there is finite but of no use."""
+    matrix and the identity. Not good: a pivot below ``least`` of its entry, as where columns depend on one another, is
+    taken for that; what is not finite becomes the identity."""
     at = tl.program_id(0).to(tl.int64)
     rows, columns = tl.arange(0, P)[:, None], tl.arange(0, P)[None, :]
     inside = (rows < K) & (columns < K)
@@ -21,18 +21,53 @@ def inverse_factors(gram, out, good, K: tl.constexpr, P: tl.constexpr):
     eye = tl.where(rows == columns, 1.0, 0.0).to(tl.float64)
     a = tl.where(inside, tl.load(gram + places, mask=inside, other=0.0), eye)
     left = eye
+    own = tl.sum(tl.where(rows == columns, a, 0.0), axis=0)
     pivots = tl.full((P,), 1.0, tl.float64)
+    clear = tl.where(tl.arange(0, P) < K, 0, 1)
     for k in range(K):
         row = tl.sum(tl.where(rows == k, a, 0.0), axis=0)
         turned = tl.sum(tl.where(rows == k, left, 0.0), axis=0)
         column = tl.sum(tl.where(columns == k, a, 0.0), axis=1)
         pivot = tl.sum(tl.where(tl.arange(0, P) == k, row, 0.0), axis=0)
-        pivots = tl.where(tl.arange(0, P) == k, pivot, pivots)
-        safe = tl.where(pivot > 0, pivot, 1.0)
+        limit = least * tl.sum(tl.where(tl.arange(0, P) == k, own, 0.0), axis=0)
+        clear = tl.where(tl.arange(0, P) == k, tl.where(pivot > limit, 1, 0), clear)
+        safe = tl.maximum(pivot, limit)
+        safe = tl.where(safe > 0, safe, 1.0)
+        pivots = tl.where(tl.arange(0, P) == k, safe, pivots)
         share = tl.where(tl.arange(0, P) > k, column / safe, 0.0)[:, None]
         a -= share * row[None, :]
         left -= share * turned[None, :]
-    sound = tl.min(tl.where(pivots > 0, 1, 0), axis=0) > 0
-    scale = 1 / tl.sqrt(tl.where(pivots > 0, pivots, 1.0))
-    tl.store(out + places, tl.where(sound, left * scale[:, None], eye), mask=inside)
-    tl.store(good + at, sound)
+    left *= (1 / tl.sqrt(pivots))[:, None]
+    size = tl.sum(tl.sum(tl.abs(left), axis=1), axis=0)
+    finite = size < float("inf")
+    tl.store(out + places, tl.where(finite, left, eye), mask=inside)
+    tl.store(good + at, tl.where(finite, tl.min(clear, axis=0), 0) > 0)
+
+
+@triton.jit(do_not_specialize=["most", "edge", "warm"])
+def plan_filter(
+    values, residuals, locked, weights, half, degree, lock_at, near_at, growth, most, edge, warm,
+    K: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """What a Chebyshev filter of each block does with K Ritz values, largest first: which of them are ``locked``, by
+    how much those are taken down, half of the edge, and the degree, ``most`` at most.
+
+    Locked: a residual up to ``lock_at`` of the value. The edge is the last value, or the one at ``edge`` where none of
+    the first ``warm`` has a residual above ``near_at`` of it. ``growth`` is the logarithm of the most that one column
+    may grow against another, doubled.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, P)
+    there = p < K
+    value = tl.load(values + at * K + p, mask=there, other=0.0)
+    left = tl.load(residuals + at * K + p, mask=there, other=1.0)
+    near = tl.min(tl.where((p < warm) & ((left <= near_at * value) == 0), 0, 1), axis=0) > 0
+    lowest = tl.maximum(tl.load(values + at * K + tl.where(near, edge, K - 1)), 1e-300)
+    lock = (left <= lock_at * value) & (value > 4 * lowest) & there
+    top = tl.max(tl.where(lock, lowest, value), axis=0)
+    ratio = tl.maximum(2 * top / lowest - 1, 1.0)  # of a flat spectrum: any degree
+    steps = tl.floor(growth / tl.log(ratio + tl.sqrt(ratio * ratio - 1)))
+    tl.store(locked + at * K + p, lock, mask=there)
+    tl.store(weights + at * K + p, tl.where(lock, value - lowest, 0.0), mask=there)
+    tl.store(half + at, lowest / 2)
+    tl.store(degree + at, tl.minimum(tl.maximum(steps, 1.0), most))

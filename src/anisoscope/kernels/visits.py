@@ -20,11 +20,11 @@ ADDED = 1024
 
 
 @triton.jit
-def _against(concepts, base, columns, n, D, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, W: tl.constexpr):
-    """``C A^T`` for the rows of a program."""
+def _against(concepts, base, columns, n, end, D, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, W: tl.constexpr):
+    """``C A^T`` for the rows of a program, of their entries before ``end``: all of them, or none."""
     p = tl.arange(0, P)
     total = tl.zeros((P, B), dtype=tl.float32)
-    for start in range(0, D, W):
+    for start in range(0, end, W):
         k = start + tl.arange(0, W)
         c = tl.load(concepts + p[:, None] * D + k[None, :], mask=(p < K)[:, None] & (k < D)[None, :], other=0.0)
         rows = tl.load(base + columns[:, None] * D + k[None, :], mask=(columns < n)[:, None] & (k < D)[None, :], other=0.0)  # fmt: skip # noqa: E501
@@ -64,7 +64,7 @@ def warm_codes(
     columns = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     p = tl.arange(0, P)
     gram += fit * K * K
-    cross = _against(concepts + fit * K * D, a + fit * n * D, columns, n, D, K, P, B, W)
+    cross = _against(concepts + fit * K * D, a + fit * n * D, columns, n, D, D, K, P, B, W)
     small = (p < K)[:, None] & (p < K)[None, :]
     square = fit * K * K + p[:, None] * K + p[None, :]
     z = tl.dot(tl.load(free + square, mask=small, other=0.0).to(tl.float32), cross, input_precision="tf32x3")
@@ -88,12 +88,16 @@ def warm_codes(
 
 @triton.jit
 def half_step(
-    a, concepts, gram, codes, pull, second, active, n, D, tiles,
+    a, concepts, gram, codes, last, ahead, again, pull, second, own, met, active, n, D, tiles,
     K: tl.constexpr, P: tl.constexpr, S: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """``S`` rounds over the codes of some rows, in place, and what these rows add to ``Z^T A`` and ``Z^T Z``.
+    """``S`` rounds over the codes of some rows, how far they go on, and what these rows add to the sums of their fit.
 
-    ``pull`` is ``[fits, tiles, K, D]``, ``second`` ``[fits, tiles, K, K]``. A fit that is not active stays as it is.
+    Rounds start from ``codes`` and lead to Z, which becomes ``last``; ``codes`` become Z and ``ahead`` of its way from
+    the former ``last``, cut off at zero. A fit that is to be done ``again`` takes ``last`` for Z as it is. ``pull``
+    (``[fits, tiles, K, D]``) and ``second`` (``[fits, tiles, K, K]``) are the products of these codes with the rows and
+    with themselves; ``own`` is ``Z^T Z``, and ``met`` (``[fits, tiles]``) is ``<Z, A C^T>``. A fit that is not active
+    stays as it is.
     """
     fit = tl.program_id(1).to(tl.int64)
     if tl.load(active + fit):
@@ -102,22 +106,35 @@ def half_step(
         p = tl.arange(0, P)
         gram += fit * K * K
         base = a + fit * n * D
-        aim = _against(concepts + fit * K * D, base, columns, n, D, K, P, B, W)
-        aim = aim * _inverse_sizes(gram, K, P)[:, None]
+        redo = tl.load(again + fit) != 0
+        aim = _against(concepts + fit * K * D, base, columns, n, tl.where(redo, 0, D), D, K, P, B, W)
+        scale = _inverse_sizes(gram, K, P)
+        aim = aim * scale[:, None]
         inside = (p < K)[:, None] & (columns < n)[None, :]
         places = fit * K * n + p[:, None] * n + columns[None, :]
         z = tl.load(codes + places, mask=inside, other=0.0)
-        for _ in range(S):
+        if redo:
+            z = tl.load(last + places, mask=inside, other=0.0)
+        for _ in range(tl.where(redo, 0, S)):
             z = _round(z, aim, gram, K, P)
         z = tl.where(inside, z, 0.0)
-        tl.store(codes + places, z, mask=inside)
+        reach = tl.sum((aim * z).to(tl.float64), axis=1)
+        tl.store(met + fit * tiles + tile, tl.sum(tl.where(scale > 0, reach / scale.to(tl.float64), 0.0), axis=0))
+        small = (p < K)[:, None] & (p < K)[None, :]
         at = (fit * tiles + tile) * K * K + p[:, None] * K + p[None, :]
-        own = tl.dot(z, tl.trans(z), input_precision="tf32x3")
-        tl.store(second + at, own, mask=(p < K)[:, None] & (p < K)[None, :])
+        tl.store(own + at, tl.dot(z, tl.trans(z), input_precision="tf32x3"), mask=small)
+        before = tl.load(last + places, mask=inside, other=0.0)
+        share = tl.load(ahead + fit).to(tl.float32)
+        # Not a product with a share of zero: there is no last before the first round.
+        beyond = tl.where(share > 0, tl.maximum(z + share * (z - before), 0.0), z)
+        tl.debug_barrier()  # some thread may still have to read what another writes over
+        tl.store(last + places, z, mask=inside)
+        tl.store(codes + places, beyond, mask=inside)
+        tl.store(second + at, tl.dot(beyond, tl.trans(beyond), input_precision="tf32x3"), mask=small)
         for start in range(0, D, W):
             k = start + tl.arange(0, W)
             rows = tl.load(base + columns[:, None] * D + k[None, :], mask=(columns < n)[:, None] & (k < D)[None, :], other=0.0)  # fmt: skip # noqa: E501
-            part = tl.dot(z, rows, input_precision="tf32x3")
+            part = tl.dot(beyond, rows, input_precision="tf32x3")
             place = ((fit * tiles + tile) * K + p[:, None]) * D + k[None, :]
             tl.store(pull + place, part, mask=(p < K)[:, None] & (k < D)[None, :])
 
@@ -133,15 +150,22 @@ def _added(parts, out, fit, first, tiles, size, B: tl.constexpr):
 
 
 @triton.jit
-def add_up(pull, second, active, pull_sum, second_sum, tiles, width, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr):
+def add_up(
+    pull, second, own, met, active, pull_sum, second_sum, own_sum, met_sum, tiles, width,
+    K: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
     """Sums of what all tiles of an active fit add, one after another; what is not active stays as it is.
 
-    ``width`` numbers of ``pull`` for each tile, ``B`` of which a program adds up; the last program of a fit adds up
-    ``second``.
+    ``width`` numbers of ``pull`` for each tile, ``B`` of which a program adds up; the last two programs of a fit add up
+    ``second``, and ``own`` and ``met``.
     """
     fit = tl.program_id(1).to(tl.int64)
     if tl.load(active + fit):
-        if tl.program_id(0) < tl.num_programs(0) - 1:
+        left = tl.num_programs(0) - tl.program_id(0)
+        if left > 2:
             _added(pull, pull_sum, fit, tl.program_id(0) * B, tiles, width, B)
-        else:
+        elif left == 2:
             _added(second, second_sum, fit, 0, tiles, K * K, P * P)
+        else:
+            _added(own, own_sum, fit, 0, tiles, K * K, P * P)
+            _added(met, met_sum, fit, 0, tiles, 1, P)

@@ -23,12 +23,15 @@ BLOCK = 32  # columns; a batch of decompositions up to this size is one kernel
 SPARE = 8  # columns at least beyond those wanted
 DEGREES = (2, 4, 16)  # of the polynomial at most, cycle by cycle: the first Ritz values are far below the eigenvalues
 CYCLES = (4, 9)  # from the first number on it is asked whether all have settled
-WARM_CYCLES = 2  # from a block near the wanted ones: after one, a new direction among near-equal ones may be missing
+WARM_CYCLES = 1  # from a block near the wanted ones: after it, it is asked as well whether it was enough
+SURE = 1e6  # growth of wanted columns against a drawn one, times the root of the width, after which none is missing
+NEAR = 1e-3  # residual, relative to its Ritz value, of a column that was a good start
 FRESH = 4  # columns that are drawn anyway: an old block may know nothing of a new direction
 GROWTH = 1e13  # of one column against another in a cycle: more would leave the largest in all of them
 LOCKED = 1e-10  # residual, relative to its Ritz value, of a column that is taken out of the growth
 EXACT = 1e-7  # residual of a wanted column, relative to its Ritz value
 FACTOR_WIDTH = 64  # of matrices that one program factors in registers
+DEPENDENT = 1e-14  # of the square of a column: what is left of it without others is rounding
 CAPTURED = 1e-10  # what a last cycle may still add to the captured variance, relative
 
 
@@ -52,8 +55,10 @@ def leading_spaces(
     """The leading ``rank`` eigenpairs of positive semidefinite float64 matrices, ``start`` being a block near them.
 
     Settled: residuals are below ``EXACT``, and the last cycle added less than ``CAPTURED`` to the variance in the
-    leading ``rank`` columns. Where the spectrum ends within the block nothing settles, and a full decomposition is
-    wanted.
+    leading ``rank`` columns. After the first cycle from a ``start`` it is asked instead whether directions with the
+    eigenvalues that are wanted have grown so much that any that were missing stand in the columns drawn anew, which all
+    directions have a part in. What does not settle, as where the spectrum ends within the block, wants a full
+    decomposition.
     """
     return begin_leading(matrices, rank, start, seed=seed)()
 
@@ -69,7 +74,7 @@ def begin_leading(
     first, (least, most) = (DEGREES, CYCLES) if start is None else (DEGREES[2:], (WARM_CYCLES, CYCLES[1]))
     degrees = (*first, *first[-1:] * (most - len(first)))
     ritz = _Ritz.of(matrices, columns)
-    state = _State(ritz, ritz.values)
+    state = _State(ritz, ritz.values, warm=0 if start is None else rank)
     for degree in degrees[:least]:
         state = state.after(matrices, degree)
     first_asked = state.settled(rank)  # begun here: nobody waits for it yet
@@ -77,7 +82,8 @@ def begin_leading(
     def finish() -> Leading:
         last, settled = state, first_asked
         for cycle in range(least, most):
-            if bool((settled | ~last.ritz.sound).all()):
+            # A first cycle may leave columns that depend on one another, and the next one mends that.
+            if bool((settled | ~last.ritz.sound if cycle > 1 else settled).all()):
                 break
             last = last.after(matrices, degrees[cycle])
             settled = last.settled(rank)
@@ -93,22 +99,66 @@ def _drawn(width: int, seed: int, dtype: torch.dtype, device: torch.device) -> F
 
 @dataclass(frozen=True)
 class _State:
-    """A block after some cycles, and its Ritz values one cycle earlier."""
+    """A block after some cycles, and its Ritz values one cycle earlier.
+
+    ``warm`` are the columns wanted of a block that is a start from elsewhere. After a cycle from there ``growth`` tells
+    how much directions grew, by their eigenvalue; None where more cycles than one say that none is missing.
+    """
 
     ritz: _Ritz
     earlier: Float[Tensor, "m b"]
+    warm: int = 0
+    growth: Callable[[Float[Tensor, "m"]], Float[Tensor, "m"]] | None = None
 
     def after(self, matrices: Float[Tensor, "m d d"], degree: int) -> _State:
         """One cycle more."""
-        return _State(_Ritz.of(matrices, self.ritz.filtered(matrices, degree)), self.ritz.values)
+        plan = _Filter.of(self.ritz, degree, self.warm)
+        ritz = _Ritz.of(matrices, self.ritz.filtered(matrices, plan, degree))
+        return _State(ritz, self.ritz.values, growth=plan.growth if self.warm else None)
 
     def settled(self, rank: int) -> Bool[Tensor, "m"]:
         """For which matrices; asked of few states only, since it is a dozen small steps."""
         values = self.ritz.values[:, :rank]
         captured = values.sum(dim=1)
         exact = (self.ritz.residuals[:, :rank] <= EXACT * values).all(dim=1)
-        still = captured - self.earlier[:, :rank].sum(dim=1) <= CAPTURED * captured
-        return self.ritz.sound & exact & still & torch.isfinite(captured)
+        if self.growth is None:
+            none_missing = captured - self.earlier[:, :rank].sum(dim=1) <= CAPTURED * captured
+        else:
+            none_missing = self.growth(values[:, -1]) >= SURE * math.sqrt(self.ritz.columns.shape[1])
+        return self.ritz.sound & exact & none_missing & torch.isfinite(captured)
+
+
+@dataclass(frozen=True)
+class _Filter:
+    """A Chebyshev polynomial for each matrix, bounded by one between zero and an edge, twice ``half``.
+
+    The edge is the least Ritz value. In a ``warm`` block the columns that were drawn lie far below the others; where
+    as many columns are near eigenvectors already, it is the least value without the drawn ones, so that these have
+    what is missing, if anything is. What is found already, such as a massive dimension, is ``locked`` and taken down to
+    the edge, by ``weights``; the degree is as high as the largest of the rest allows.
+    """
+
+    locked: Bool[Tensor, "m b"]
+    weights: Float[Tensor, "m b"]
+    half: Float[Tensor, "m"]
+    degree: Float[Tensor, "m"]
+
+    @classmethod
+    def of(cls, ritz: _Ritz, most: int, warm: int) -> _Filter:
+        """Of degree ``most`` at most."""
+        if ritz.values.shape[1] <= FACTOR_WIDTH and kernels_run(ritz.values.device):
+            return cls(*planned(ritz.values, ritz.residuals, most, warm))
+        near = (ritz.residuals[:, :warm] <= NEAR * ritz.values[:, :warm]).all(dim=1, keepdim=True)
+        lowest = torch.where(near, ritz.values[:, _edge(warm), None], ritz.values[:, -1:]).clamp_min(1e-300)
+        locked = (ritz.residuals <= LOCKED * ritz.values) & (ritz.values > 4 * lowest)
+        top = torch.where(locked, lowest, ritz.values).amax(dim=1, keepdim=True)
+        degree = math.log(2 * GROWTH) / torch.acosh((2 * top / lowest - 1).clamp_min(1 + 1e-9))
+        weights = torch.where(locked, ritz.values - lowest, 0.0)
+        return cls(locked, weights, lowest[:, 0] / 2, degree[:, 0].floor().clamp(1, most))
+
+    def growth(self, values: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
+        """Of a direction with this eigenvalue of each matrix; those below the edge have one at most."""
+        return torch.cosh(self.degree * torch.acosh((values / self.half - 1).clamp_min(1)))
 
 
 @dataclass(frozen=True)
@@ -126,54 +176,82 @@ class _Ritz:
         images = matrices @ columns
         small = columns.mT @ images
         # What is not finite would end the decomposition of all of them.
-        good = torch.isfinite(small).all(dim=2).all(dim=1)
-        eye = torch.eye(BLOCK, dtype=small.dtype, device=small.device)
-        values, vectors = small_eigh(torch.where(good[:, None, None], (small + small.mT) / 2, eye))
+        good = torch.linalg.vector_norm(small, dim=(1, 2)) < torch.inf
+        values, vectors = small_eigh(torch.where(good[:, None, None], torch.lerp(small, small.mT, 0.5), _eye(small)))
         values, vectors = values.flip(1), vectors.flip(2)
         columns = columns @ vectors
-        left = torch.linalg.vector_norm(images @ vectors - columns * values[:, None], dim=1)
+        left = torch.linalg.vector_norm(torch.addcmul(images @ vectors, columns, values[:, None], value=-1), dim=1)
         return cls(values, columns, left, sound & good)
 
-    def filtered(self, matrices: Float[Tensor, "m d d"], most: int) -> Float[Tensor, "m d b"]:
-        """A Chebyshev polynomial of each matrix, bounded by one between zero and the least Ritz value, times its
-        columns. What is found already, such as a massive dimension, is taken down to that edge; the degree is as high
-        as the largest of the rest allows, ``most`` at most."""
-        edge = self.values[:, -1:].clamp_min(1e-300)
-        locked = (self.residuals <= LOCKED * self.values) & (self.values > 4 * edge)
-        weights = torch.where(locked, self.values - edge, 0.0)[:, :, None]
-        top = torch.where(locked, edge, self.values).amax(dim=1, keepdim=True)
-        degree = (math.log(2 * GROWTH) / torch.acosh((2 * top / edge - 1).clamp_min(1 + 1e-9)))[:, :, None]
-        half = (edge / 2)[:, :, None]
-        found = (self.columns * weights.mT) @ self.columns.mT
-        shifted = torch.sub(matrices, found, out=found).div_(half)  # in one place, the largest that there is here
+    def filtered(self, matrices: Float[Tensor, "m d d"], plan: _Filter, most: int) -> Float[Tensor, "m d b"]:
+        """The polynomial of each matrix, of degree ``most`` at most, times its columns."""
+        found = (self.columns * plan.weights[:, None]) @ self.columns.mT
+        # In one place, the largest that there is here.
+        shifted = torch.sub(matrices, found, out=found).div_(plan.half[:, None, None])
         shifted.diagonal(dim1=1, dim2=2).sub_(1)
         before, now = self.columns.clone(), shifted @ self.columns
-        for going in (degree >= torch.arange(2, most + 1, device=degree.device))[:, :, None].unbind(dim=3):
+        for going in (plan.degree[:, None, None, None] >= _steps(most, now.dtype, now.device)).unbind(dim=3):
             before, now = now, torch.where(going, before.baddbmm_(shifted, now, beta=-1, alpha=2), now)
-        return torch.where(locked[:, None], self.columns, now)  # they have nothing to gain, and would lose digits
+        return torch.where(plan.locked[:, None], self.columns, now)  # they have nothing to gain, and would lose digits
+
+
+def _edge(warm: int) -> int:
+    return BLOCK - 1 - (FRESH if warm else 0)
+
+
+def _eye(like: Float[Tensor, "m b b"]) -> Float[Tensor, "b b"]:
+    return _held_eye(like.shape[1], like.dtype, like.device)
+
+
+@functools.lru_cache(maxsize=8)
+def _held_eye(width: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "b b"]:
+    """Nobody writes into it."""
+    return torch.eye(width, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=8)
+def _steps(most: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "k"]:
+    """Degrees from the second on; nobody writes into it."""
+    return torch.arange(2, most + 1, dtype=dtype, device=device)
+
+
+@on_its_device
+def planned(
+    values: Float[Tensor, "m b"], residuals: Float[Tensor, "m b"], most: int, warm: int
+) -> tuple[Bool[Tensor, "m b"], Float[Tensor, "m b"], Float[Tensor, "m"], Float[Tensor, "m"]]:
+    """What is locked, weights, half of the edge and the degree of ``_Filter`` by the kernel, in one step of twenty."""
+    many, width = values.shape
+    locked, weights = torch.empty_like(values, dtype=torch.bool), torch.empty_like(values)
+    half, degree = values.new_empty(2, many)
+    kernels_of("factors").plan_filter[(many,)](
+        values, residuals, locked, weights, half, degree, LOCKED, NEAR, math.log(2 * GROWTH), most, _edge(warm), warm,
+               K=width, P=1 << (width - 1).bit_length(),
+    )  # fmt: skip
+    return locked, weights, half, degree
 
 
 def orthonormal_columns(columns: Float[Tensor, "m d b"]) -> tuple[Float[Tensor, "m d b"], Bool[Tensor, "m"]]:
-    """Orthonormal columns of the same spans by Cholesky, twice, and whether both went well."""
+    """Orthonormal columns that span the same, and whether they do: columns that depend on one another to rounding are
+    made of what rounding left of them."""
     columns = columns / torch.linalg.vector_norm(columns, dim=1, keepdim=True).clamp_min(1e-300)
-    columns, first = _turned(columns)
-    columns, second = _turned(columns)
-    return columns, first & second
+    if columns.shape[2] <= FACTOR_WIDTH and kernels_run(columns.device):
+        columns, good = _turned(columns)
+        return _turned(columns)[0], good  # what was next to nothing after the first time has a length after the second
+    finite = torch.isfinite(columns).all(dim=2).all(dim=1)
+    basis, triangle = torch.linalg.qr(torch.where(finite[:, None, None], columns, 0.0))
+    return basis, finite & (triangle.diagonal(dim1=1, dim2=2).square() > DEPENDENT).all(dim=1)
 
 
 def _turned(columns: Float[Tensor, "m d b"]) -> tuple[Float[Tensor, "m d b"], Bool[Tensor, "m"]]:
-    gram = columns.mT @ columns
-    if gram.shape[1] <= FACTOR_WIDTH and kernels_run(gram.device):
-        factors, good = inverse_factors(gram)
-        return columns @ factors.mT, good
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    return torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False), failed == 0
+    factors, good = inverse_factors(columns.mT @ columns)
+    return columns @ factors.mT, good
 
 
 @on_its_device
 def inverse_factors(gram: Float[Tensor, "m b b"]) -> tuple[Float[Tensor, "m b b"], Bool[Tensor, "m"]]:
-    """Inverses of lower triangular factors by the kernel, and whether there is one."""
+    """Inverses of lower triangular factors by the kernel, and whether there is one: no square of what is left of a
+    column without those before it is below ``DEPENDENT`` of its own."""
     many, width, _ = gram.shape
     out, good = torch.empty_like(gram), torch.empty(many, dtype=torch.bool, device=gram.device)
-    kernels_of("factors").inverse_factors[(many,)](gram, out, good, K=width, P=1 << (width - 1).bit_length())
+    kernels_of("factors").inverse_factors[(many,)](gram, out, good, DEPENDENT, K=width, P=1 << (width - 1).bit_length())
     return out, good

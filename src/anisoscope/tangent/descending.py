@@ -36,6 +36,7 @@ from anisoscope.tangent.sweeps import has_kernels, inverses
 
 RESEEDS = 10  # rounds in which concepts without rows get a new direction
 BEGIN, GROW, SHRINK, GROW_LIMIT = 0.9, 1.2, 1.2, 1.01  # of the momentum; its rule is that of Ang and Gillis (2019)
+SURE = 0.8  # of what an iteration with momentum is worth; counted in full, some fits would end at higher errors
 WINDOW = 4  # rounds launched on a GPU between two questions to it
 FEW_SHARE, FEW_ROWS, FEW_EACH = 8, 2048, 16  # a descent on few rows: an eighth of them, so many, so many a concept
 FEW_TOLERANCE, FEW_ITERATIONS, FEW_SWEEPS = 1e-3, 60, 2  # it only has to come near
@@ -48,11 +49,17 @@ Each: TypeAlias = Callable[[Callable[[int], Any]], list[Any]]
 
 @dataclass(frozen=True)
 class Limits:
-    """When a descent ends: after so many iterations, or when one lowers the error by less than ``tolerance`` of it."""
+    """When a descent ends: after so many iterations, or when one lowers the error by less than ``tolerance`` of it.
+
+    ``of_plain``: for each plain iteration that it is surely worth. Where a share b of a change goes on, the next is
+    worth 1 + b of it, the one after 1 + b (1 + b), and so forth: with the same tolerance for all, momentum would go on
+    for long where the plain descent ends.
+    """
 
     max_iter: int
     tolerance: float
     sweeps: int  # over the codes in each iteration
+    of_plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,7 @@ class _State:
     last: Parts | None
     pace: _Pace
     reseeds: int = 0
+    worth: float = 0.0  # of the round before, in plain ones
 
     @property
     def ahead(self) -> float:
@@ -164,7 +172,8 @@ def descend(
             state = done.state
             history += done.errors
             before = history[-3] if len(history) > 2 else 1.0
-            if not done.renewed and before - history[-1] <= limits.tolerance * before:
+            least = limits.tolerance * (max(SURE * state.worth, 1.0) if limits.of_plain else 1.0)
+            if not done.renewed and before - history[-1] <= least * before:
                 converged = True
                 break
         return Run(state.concepts, torch.cat(list(state.codes), dim=1), tuple(history), len(history) // 2, converged)
@@ -240,11 +249,12 @@ class _Work:
         fresh, error = sums.concepts(concepts, self.size, dtype)
         z = [one.codes if one.beyond is None else one.beyond for one in found]
         pace = state.pace.told(error <= codes_error) if ahead else state.pace
+        worth = 1 + ahead * state.worth
         if ahead and error > codes_error:
-            z = last
+            z, worth = last, 1.0
             sums = reduce(add, self.each(_Followed(self.rows, z, self.part)))
             fresh, error = sums.concepts(concepts, self.size, dtype)
-        after = _State(fresh, z, last if self.momentum else None, pace, state.reseeds)
+        after = _State(fresh, z, last if self.momentum else None, pace, state.reseeds, worth)
         energy = sums.second.diagonal()
         if state.reseeds < RESEEDS and not final and not all_positive(energy) and bool((dead := energy <= 0).any()):
             after = replace(after, reseeds=state.reseeds + 1)
@@ -270,7 +280,8 @@ class _Work:
         inverse, good = inverses(second[None], torch.ones(1, dtype=torch.bool, device=rows.device), limit)
         fresh = torch.addmm(concepts, inverse[0], torch.addmm(pull, second, concepts, alpha=-1))
         pace = state.pace.told(True) if ahead else state.pace
-        after = _State(fresh, [beyond], [new] if self.momentum else None, pace, state.reseeds)
+        worth = 1 + ahead * state.worth
+        after = _State(fresh, [beyond], [new] if self.momentum else None, pace, state.reseeds, worth)
         return after, _Hope(own, gram, fit, second, fresh, pull, good)
 
     def told(self, hopes: Sequence[_Hope]) -> list[list[float]]:

@@ -38,7 +38,7 @@ BEGIN_ROWS = 16_384  # rows of a stream that the first concepts are fitted on
 BEGIN_ITERATIONS = 20
 STREAM_SWEEPS = 60  # a stream forgets its codes, so that each pass must find them from nothing
 WARM_SWEEPS = 20  # of the codes that a warm start begins with
-MOMENTUM = 0.5  # after a descent on few rows: more of it fills codes that were zero
+MOMENTUM = 0.5  # after a descent on few rows or an earlier fit: more of it fills codes that were zero
 STREAM_SETTLED = 1e-4  # until a sweep moves the codes by less than this share of their length
 
 
@@ -132,15 +132,16 @@ def fit_seminmf(
 
     ``centre``: take the mean off the rows first, so that concepts say where rows differ and a constant added to all
     rows changes nothing; with False rows are taken as they are, as in the published method, and one concept or more
-    goes to their mean. It ends when one iteration lowers the error by less than ``tolerance`` of it. ``dtype`` of the
-    large products: float64 for float64 rows, else float32; small matrices are float64 always.
+    goes to their mean. It ends when one iteration lowers the error by less than ``tolerance`` of it; from given
+    ``concepts``, for each plain iteration that one with momentum is surely worth. ``dtype`` of the large products:
+    float64 for float64 rows, else float32; small matrices are float64 always.
 
     ``coarse``: 8,192 rows or more (64 times the rank, at least) are descended on an eighth of them first (2,048 and 16
     times the rank, at least), drawn by ``seed``, unless ``concepts`` are given; ``codes`` alone are where that begins.
     Then the codes of all rows are found once, and the descent goes on with all of them: ``history``, ``iterations`` and
     ``max_iter`` are of this second part. ``momentum`` lets codes go on by this share of their last change (to begin
     with) where that lowers the error: fewer iterations, and with 1 an end farther from the cells that concepts started
-    as. By default it is 0.5 after a coarse descent and 0 without.
+    as. By default it is 0.5 after a coarse descent and from given ``concepts``, else 0.
 
     More than ``batch_rows`` rows, files and iterables of chunks are never held: each pass reads them batch by batch,
     keeps ``Z^T Z`` and ``Z^T A`` alone and forgets the codes; at most ``passes`` of them. What can be read only once
@@ -175,12 +176,14 @@ def _fit_held(held: Tensor, plan: _Plan, concepts: Tensor | None, codes: Tensor 
             f"all {len(held):,} rows are " + ("equal: less their mean nothing is left" if plan.centre else "zero")
         )
     concepts_KD, codes_KN = _started(a_ND, plan, concepts, codes, scale)
-    limits = Limits(plan.max_iter, plan.tolerance, plan.sweeps)
+    # An earlier fit has settled once, and is to settle where the plain descent would: beyond, concepts fade.
+    limits = Limits(plan.max_iter, plan.tolerance, plan.sweeps, of_plain=concepts is not None)
     few = None
     if plan.coarse and concepts is None:  # an earlier fit is nearer than one of few rows
         few = descend_few(a_ND, concepts_KD, codes_KN, limits, seed=plan.seed)
         concepts_KD, codes_KN = few or (concepts_KD, codes_KN)
-    momentum = (MOMENTUM if few else 0.0) if plan.momentum is None else float(plan.momentum)
+    near = few is not None or concepts is not None
+    momentum = (MOMENTUM if near else 0.0) if plan.momentum is None else float(plan.momentum)
     run = descend(a_ND, concepts_KD, codes_KN, size, limits, momentum=momentum)
     return _finished(run, a_ND, size, mean, scale, plan)
 

@@ -19,9 +19,9 @@ from anisoscope.measures.later import Answer, answered_later
 from anisoscope.measures.leading import orthonormal_columns
 from anisoscope.measures.row_kernels import centred, centred_by_cell, column_sums, squared_lengths
 from anisoscope.stats.moments import cell_grams, in_parts
-from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
-from anisoscope.tangent.sweeps import account, has_kernels, inverses, swept_all
-from anisoscope.tangent.visits import HalfSteps, can_visit, warm_codes
+from anisoscope.tangent.seminmf import MOMENTUM, STREAM_SETTLED, WARM_SWEEPS
+from anisoscope.tangent.sweeps import has_kernels, inverses, swept_all
+from anisoscope.tangent.visits import Books, HalfSteps, Step, Sums, account, account_plainly, can_visit, warm_codes
 
 MAX_ITER, TOLERANCE, SWEEPS = 200, 1e-4, 4  # as ``fit_seminmf`` has them
 ASK_EVERY = 2  # iterations between two questions to the device whether all fits have settled
@@ -152,12 +152,12 @@ def with_fixed_signs(basis: Float[Tensor, "f d k"]) -> Float[Tensor, "f d k"]:
     return basis * torch.where(largest < 0, -1.0, 1.0)
 
 
-def seminmf_fits(centred: Centred, start: Float[Tensor, "f k d"]) -> Fits:
+def seminmf_fits(centred: Centred, start: Float[Tensor, "f k d"], momentum: float = MOMENTUM) -> Fits:
     """Semi-NMF of every fit from the concepts of an earlier one; each stops where it would have stopped alone."""
     a, concepts = centred.rows, start
     rank = start.shape[1]
     ordinary = centred.spread() & (centred.total > 0)
-    concepts, codes, iterations, settled, sound = _descend(a, concepts, centred.total)
+    concepts, codes, books = _descend(a, concepts, centred.total, momentum)
     small = concepts.to(a.dtype)
     lost = squared_lengths(torch.baddbmm(a, codes.transpose(1, 2), small, alpha=-1)).sum(dim=1)
     second = second_moments(codes).diagonal(dim1=1, dim2=2)
@@ -171,9 +171,9 @@ def seminmf_fits(centred: Centred, start: Float[Tensor, "f k d"]) -> Fits:
         **centred.facts(basis),
         "error": lost / centred.total,
         "sparsity": zeros.double() / (centred.counts * rank),
-        "iterations": iterations.double(),
+        "iterations": books.iterations,
     }
-    return Fits(basis, facts, ordinary & sound & full, unit, settled)
+    return Fits(basis, facts, ordinary & books.sound & full, unit, ~books.active)
 
 
 def _spanned(unit: Float[Tensor, "f k d"]) -> tuple[Float[Tensor, "f d k"], Bool[Tensor, "f"]]:
@@ -228,57 +228,59 @@ class _Watch:
 
 
 def _descend(
-    a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Concepts, codes, iterations, whether it settled, and whether nothing unusual was met, for each fit."""
-    active = torch.ones(len(a), dtype=torch.bool, device=a.device)
-    sound, before, iterations = active.clone(), torch.ones_like(size), torch.zeros_like(size)
-    if can_visit(a, concepts.shape[1]):
-        concepts, codes = _descend_by_visits(a, concepts, size, (active, sound, before, iterations))
-        return concepts, codes, iterations, ~active, sound
-    codes = _warm_codes(a, concepts)
-    gram, watch = concepts @ concepts.transpose(1, 2), _Watch()
+    a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"], momentum: float
+) -> tuple[Float[Tensor, "f k d"], Float[Tensor, "f k n"], Books]:
+    """Concepts, codes and what is told of each fit: the rounds of ``descending``, of all fits at once.
+
+    A round that went too far is not mended on the spot, which would need sums of all rows once more while other fits
+    wait: its concepts go back, and in the next round they follow the codes as these were before they went on.
+    """
+    books = Books.begun(size, momentum)
+    take = _descend_by_visits if can_visit(a, concepts.shape[1]) else _descend_plainly
+    concepts, codes, last = take(a, concepts, size, books)
+    return concepts, torch.where(books.again[:, None, None], last, codes), books
+
+
+def _descend_plainly(
+    a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"], books: Books
+) -> tuple[Float[Tensor, "f k d"], Float[Tensor, "f k n"], Float[Tensor, "f k n"]]:
+    """Concepts, codes, and the codes before they went on; the books are brought up to date."""
+    codes = last = _warm_codes(a, concepts)
+    gram, watch = concepts @ concepts.mT, _Watch()
     for iteration in range(1, MAX_ITER + 1):
-        cross = concepts.to(a.dtype) @ a.transpose(1, 2)
-        new = swept_all(codes, cross, gram, SWEEPS)
-        second = second_moments(new)
-        pull = (new @ a).double()
-        fresh, good = _least_squares(second, pull, concepts, a.dtype)
-        own = fresh @ fresh.transpose(1, 2)
-        error = (size - 2 * (pull * fresh).sum(dim=(1, 2)) + (second * own).sum(dim=(1, 2))).clamp_min(0) / size
-        here = active[:, None, None]
-        codes, concepts, gram = (torch.where(here, *two) for two in ((new, codes), (fresh, concepts), (own, gram)))
-        sound = sound & (good | ~active)
-        iterations = iterations + active
-        going = before - error > TOLERANCE * before
-        before = torch.where(active, error, before)
-        active = active & going & good
-        if watch.settled(active, iteration):
+        cross = concepts.to(a.dtype) @ a.mT
+        again, ahead = (one[:, None, None] for one in (books.again, torch.where(books.active, books.ahead, 0.0)))
+        new = swept_all(torch.where(again, last, codes), cross, gram, SWEEPS, books.active & ~books.again)
+        codes = torch.where(ahead > 0, torch.lerp(last, new, (1 + ahead).to(a.dtype)).clamp_min_(0), new)
+        met, last = (cross * new).sum(dim=(1, 2), dtype=torch.float64), new
+        sums = Sums((codes @ a).double(), second_moments(codes), second_moments(new), met)
+        fresh, good = _least_squares(sums.second, sums.pull, concepts, a.dtype)
+        step = Step(concepts, gram, fresh, fresh @ fresh.mT, good)
+        account_plainly(sums, step, size, books, TOLERANCE)
+        concepts, gram = step.fresh, step.fresh_gram
+        if watch.settled(books.active, iteration):
             break
-    return concepts, codes, iterations, ~active, sound
+    return concepts, codes, last
 
 
 def _descend_by_visits(
-    a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"], books: tuple[Tensor, ...]
-) -> tuple[Float[Tensor, "f k d"], Float[Tensor, "f k n"]]:
-    """The same with a few launches for each iteration; what is not active has an inverse of zero and does not move.
-
-    ``books`` are what is active and sound, errors and iterations; they are brought up to date in place.
-    """
-    active, sound, before, iterations = books
+    a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"], books: Books
+) -> tuple[Float[Tensor, "f k d"], Float[Tensor, "f k n"], Float[Tensor, "f k n"]]:
+    """The same with a few launches for each iteration; what is not active has an inverse of zero and does not move."""
     limit = 1 / (concepts.shape[1] * torch.finfo(a.dtype).eps)
     codes = warm_codes(a, concepts, WARM_SWEEPS, STREAM_SETTLED)
-    steps = HalfSteps.of(a, concepts.shape[1])
+    steps, last = HalfSteps.of(a, concepts.shape[1]), torch.empty_like(codes)
     gram, watch = concepts @ concepts.mT, _Watch()
     for iteration in range(1, MAX_ITER + 1):
-        second, pull = steps.take(codes, concepts, gram, active, SWEEPS)
-        inverse, good = inverses(second, active, limit)
-        concepts = torch.baddbmm(concepts, inverse, torch.baddbmm(pull, second, concepts, alpha=-1))
-        gram = concepts @ concepts.mT
-        account(pull, concepts, second, gram, size, before, active, sound, good, iterations, TOLERANCE)
-        if watch.settled(active, iteration):
+        sums = steps.take(codes, last, concepts, gram, books, SWEEPS)
+        inverse, good = inverses(sums.second, books.active, limit)
+        fresh = torch.baddbmm(concepts, inverse, torch.baddbmm(sums.pull, sums.second, concepts, alpha=-1))
+        step = Step(concepts, gram, fresh, fresh @ fresh.mT, good)
+        account(sums, step, size, books, TOLERANCE)
+        concepts, gram = step.fresh, step.fresh_gram
+        if watch.settled(books.active, iteration):
             break
-    return concepts, codes
+    return concepts, codes, last
 
 
 def _warm_codes(a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"]) -> Float[Tensor, "f k n"]:

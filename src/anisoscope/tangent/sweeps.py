@@ -55,7 +55,7 @@ def rounds(
 ) -> Float[Tensor, "f k n"]:
     """The same by the kernel: one warp a tile, so that no sum over concepts waits for another warp."""
     fits, rank, n = codes.shape
-    places = _power(rank)
+    places = power_of_two(rank)
     columns = min(COLUMNS_MOST, max(COLUMNS_LEAST, TILE // places))
     out = torch.empty_like(codes, memory_format=torch.contiguous_format)
     if active is None:
@@ -86,25 +86,10 @@ def inverses(
     """Inverses of the active fits by the kernel, zero elsewhere; and which matrices are well conditioned."""
     fits, rank, _ = second.shape
     out, good = torch.empty_like(second), torch.empty_like(active)
-    kernels_of("codes").inverses[(fits,)](second, out, good, active, limit, K=rank, P=_power(rank))
+    kernels_of("codes").inverses[(fits,)](second, out, good, active, limit, K=rank, P=power_of_two(rank))
     return out, good
 
 
-@on_its_device
-def account(
-    pull: Float[Tensor, "f k d"], fresh: Float[Tensor, "f k d"], second: Float[Tensor, "f k k"],
-    own: Float[Tensor, "f k k"], size: Float[Tensor, "f"], error: Float[Tensor, "f"], active: Bool[Tensor, "f"],
-    sound: Bool[Tensor, "f"], good: Bool[Tensor, "f"], iterations: Float[Tensor, "f"], tolerance: float,
-) -> None:  # fmt: skip
-    """Bring ``error``, ``active``, ``sound`` and ``iterations`` up to date by the kernel."""
-    fits, rank, width = pull.shape
-    kernels = kernels_of("codes")
-    kernels.account[(fits,)](
-        pull, fresh, second, own, size, error, active, sound, good, iterations, width, tolerance,
-        K=rank, P=_power(rank), W=kernels.ENTRIES // _power(rank), num_warps=8,
-    )  # fmt: skip
-
-
-def _power(rank: int) -> int:
+def power_of_two(rank: int) -> int:
     """The least power of two that holds so many concepts."""
     return 1 << (rank - 1).bit_length()

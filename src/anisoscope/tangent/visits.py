@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.kernels import kernels_of, on_its_device
-from anisoscope.tangent.sweeps import has_kernels, inverses
+from anisoscope.tangent.descending import BEGIN, GROW, GROW_LIMIT, SHRINK, SURE
+from anisoscope.tangent.sweeps import has_kernels, inverses, power_of_two
 
 LEAST_PLACES = 16  # what a product on tensor cores takes
 
@@ -37,44 +39,132 @@ def warm_codes(
     return codes
 
 
+class Sums(NamedTuple):
+    """What concepts and errors follow from. ``pull`` and ``second`` are ``Z^T A`` and ``Z^T Z`` of the codes that
+    concepts follow; ``own`` and ``met`` are ``Z^T Z`` and ``<Z, A C^T>`` of those before they went on."""
+
+    pull: Tensor
+    second: Tensor
+    own: Tensor
+    met: Tensor
+
+
+@dataclass(frozen=True)
+class Books:
+    """What is told of each fit from round to round; brought up to date in place.
+
+    ``active``: it goes on. ``sound``: nothing unusual was met. ``iterations`` are rounds that were kept. Codes go on by
+    ``ahead`` of their last change in the next round: by ``pace``, which grows up to ``limit`` and shrinks as
+    in ``descending``, or not at all, where there is no last or the last round is to be done ``again``. The last round
+    was ``worth`` so many plain ones.
+    """
+
+    active: Bool[Tensor, "f"]
+    sound: Bool[Tensor, "f"]
+    error: Float[Tensor, "f"]
+    iterations: Float[Tensor, "f"]
+    pace: Float[Tensor, "f"]
+    limit: Float[Tensor, "f"]
+    ahead: Float[Tensor, "f"]
+    again: Bool[Tensor, "f"]
+    worth: Float[Tensor, "f"]
+
+    @classmethod
+    def begun(cls, like: Float[Tensor, "f"], momentum: float) -> Books:
+        """Nothing has happened yet; ``like`` is float64."""
+        active, zero = torch.ones_like(like, dtype=torch.bool), torch.zeros_like(like)
+        pace, limit = torch.full_like(like, min(BEGIN, momentum)), torch.full_like(like, momentum)
+        return cls(active, active.clone(), zero + 1, zero, pace, limit, zero.clone(), ~active, zero.clone())
+
+
 @dataclass(frozen=True)
 class HalfSteps:
     """Rows of several fits, and room for what each tile of rows adds up to, and for all of them together."""
 
     a: Float[Tensor, "f n d"]
-    pull: Float[Tensor, "f t k d"]
-    second: Float[Tensor, "f t k k"]
-    pull_sum: Float[Tensor, "f k d"]
-    second_sum: Float[Tensor, "f k k"]
+    parts: Sums
+    sums: Sums
 
     @classmethod
     def of(cls, a: Float[Tensor, "f n d"], rank: int) -> HalfSteps:
         """Room for so many concepts."""
         fits, n, width = a.shape
         tiles = -(-n // kernels_of("visits").ROWS)
+        pull, second, own = (a.new_empty(fits, tiles, rank, size) for size in (width, rank, rank))
+        parts = Sums(pull, second, own, a.new_empty(fits, tiles, dtype=torch.float64))
         # Zeros: what is not active is never written, and meets an inverse of zero.
-        sums = (torch.zeros(fits, rank, size, dtype=torch.float64, device=a.device) for size in (width, rank))
-        parts = (a.new_empty(fits, tiles, rank, size) for size in (width, rank))
-        return cls(a.contiguous(), *parts, *sums)
+        pull, second, own, met = (torch.zeros_like(one[:, 0], dtype=torch.float64) for one in parts)
+        return cls(a.contiguous(), parts, Sums(pull, second, own, met))
 
     @on_its_device
     def take(
-        self, codes: Float[Tensor, "f k n"], concepts: Float[Tensor, "f k d"], gram: Float[Tensor, "f k k"],
-        active: Tensor, sweeps: int,
-    ) -> tuple[Float[Tensor, "f k k"], Float[Tensor, "f k d"]]:  # fmt: skip
-        """Rounds over the codes of the active fits, in place; gives ``Z^T Z`` and ``Z^T A`` in float64, which the next
-        call writes over."""
-        kernels, (fits, n, width), (_, tiles, rank, _) = kernels_of("visits"), self.a.shape, self.pull.shape
+        self, codes: Float[Tensor, "f k n"], last: Float[Tensor, "f k n"], concepts: Float[Tensor, "f k d"],
+        gram: Float[Tensor, "f k k"], books: Books, sweeps: int,
+    ) -> Sums:  # fmt: skip
+        """Rounds over the codes of the active fits, in place; ``last`` are the codes before they went on. Gives sums in
+        float64, which the next call writes over."""
+        kernels, (fits, n, width), (_, tiles, rank, _) = kernels_of("visits"), self.a.shape, self.parts.pull.shape
         kernels.half_step[(tiles, fits)](
-            self.a, concepts.to(self.a.dtype).contiguous(), gram.contiguous(), codes, self.pull, self.second, active,
-            n, width, tiles, S=sweeps, **_options(rank),
+            self.a, concepts.to(self.a.dtype).contiguous(), gram.contiguous(), codes, last, books.ahead, books.again,
+            *self.parts, books.active, n, width, tiles, S=sweeps, **_options(rank),
         )  # fmt: skip
         # ``sum`` would copy all of it to float64 first, and that of fits that are not active too.
-        kernels.add_up[(-(-rank * width // kernels.ADDED) + 1, fits)](
-            self.pull, self.second, active, self.pull_sum, self.second_sum, tiles, rank * width,
-            K=rank, P=_places(rank), B=kernels.ADDED,
-        )  # fmt: skip
-        return self.second_sum, self.pull_sum
+        kernels.add_up[(-(-rank * width // kernels.ADDED) + 2, fits)](
+            *self.parts, books.active, *self.sums, tiles, rank * width, K=rank, P=_places(rank), B=kernels.ADDED
+        )
+        return self.sums
+
+
+class Step(NamedTuple):
+    """Concepts and their inner products before a round and after it; and whether they could be had from an inverse."""
+
+    concepts: Float[Tensor, "f k d"]
+    gram: Float[Tensor, "f k k"]
+    fresh: Float[Tensor, "f k d"]
+    fresh_gram: Float[Tensor, "f k k"]
+    good: Bool[Tensor, "f"]
+
+
+@on_its_device
+def account(sums: Sums, step: Step, size: Float[Tensor, "f"], books: Books, tolerance: float) -> None:
+    """Bring the books up to date by the kernel, and take back what a round did that raised the error."""
+    fits, rank, width = sums.pull.shape
+    kernels = kernels_of("codes")
+    kernels.account[(fits,)](
+        *sums, *step[:-1], size, step.good, *vars(books).values(), width, tolerance,
+        K=rank, P=power_of_two(rank), W=kernels.ENTRIES // power_of_two(rank), num_warps=8,
+        GROW=GROW, SHRINK=SHRINK, GROW_LIMIT=GROW_LIMIT, SURE=SURE,
+    )  # fmt: skip
+
+
+def account_plainly(sums: Sums, step: Step, size: Float[Tensor, "f"], books: Books, tolerance: float) -> None:
+    """The same by plain operations; what is not active goes back to where it was, too."""
+    _, _, fresh, fresh_gram, good = step
+    rest = (sums.second * fresh_gram).sum(dim=(1, 2)) - 2 * (sums.pull * fresh).sum(dim=(1, 2))
+    now = (size + rest).clamp_min(0) / size
+    reached = (size + (sums.own * step.gram).sum(dim=(1, 2)) - 2 * sums.met).clamp_min(0) / size
+    before, went, active = books.error.clone(), books.ahead > 0, books.active.clone()
+    worth = 1 + books.ahead * books.worth
+    least = tolerance * (SURE * worth).clamp_min(1.0) * before
+    back = went & (now > torch.minimum(reached, before))
+    stays = back | ~active
+    for new, old in ((fresh, step.concepts), (fresh_gram, step.gram)):
+        new.copy_(torch.where(stays[:, None, None], old, new))
+    grown = torch.where(went, torch.minimum(books.limit, GROW * books.pace), books.pace)
+    higher = torch.where(went, (GROW_LIMIT * books.limit).clamp_max(1.0), books.limit)
+    pace = torch.where(back, books.pace / SHRINK, grown)
+    for book, entry in (
+        (books.limit, torch.where(back, books.pace, higher)),
+        (books.pace, pace),
+        (books.ahead, torch.where(back, 0.0, pace)),
+        (books.again, back),
+        (books.sound, books.sound & good),
+        (books.iterations, books.iterations + ~back),
+        (books.error, torch.where(back, before, now)),
+        (books.worth, worth),
+        (books.active, ((before - now > least) | back) & good),
+    ):
+        book.copy_(torch.where(active, entry, book))
 
 
 def _options(rank: int) -> dict[str, int]:
