@@ -460,11 +460,11 @@ MUTANTS = [
         ("tests/test_monitor.py", STACKED),
     ),
     Mutant("measures/leading.py", "plan.growth if self.warm else None", "None", (LEADING,)),
-    Mutant("measures/leading.py", "SURE = 1e6 ", "SURE = 1e-6 ", (LEADING,)),
+    Mutant("measures/leading.py", "CHANCE = 0.1 ", "CHANCE = 1e9 ", (LEADING,)),
     Mutant("measures/leading.py", "(FRESH if warm else 0)", "0", (LEADING,)),
     Mutant("measures/leading.py", "~last.ritz.sound if cycle > 1", "~last.ritz.sound if cycle > 0", (LEADING,)),
     Mutant("kernels/factors.py", "tl.where(near, edge, K - 1)", "edge", (KERNELS,)),
-    Mutant("kernels/factors.py", "(value > 4 * lowest) & there", "there", (KERNELS,)),
+    Mutant("kernels/factors.py", "(value > low * lowest) & there", "there", (KERNELS,)),
     Mutant("measures/later.py", "(at := at + math.prod(shape))", "(at := at + len(shape))", (STACKED,)),
     Mutant(
         "tangent/kmeans.py",

@@ -5,7 +5,7 @@ import torch
 
 from anisoscope.measures import later
 from anisoscope.measures.later import _led
-from anisoscope.measures.leading import BLOCK, SURE, _Filter, _Ritz, _State, can_lead, leading_spaces
+from anisoscope.measures.leading import BLOCK, CAPTURED, CHANCE, _Filter, _Ritz, _State, can_lead, leading_spaces
 
 WIDTH, RANK = 160, 16
 PLACES = torch.arange(1, WIDTH + 1, dtype=torch.float64)
@@ -133,7 +133,7 @@ def test_where_little_has_changed_one_cycle_is_enough(name, monkeypatch):
     matrix = scatter(FALLING[name])
     old = leading_spaces(matrix[None], RANK).vectors
     found, count = cycles(matrix, old, monkeypatch)
-    assert bool(found.settled) and count == (1 if name == "fast" else 2)
+    assert bool(found.settled) and count == 1
     values, vectors = torch.linalg.eigh(matrix)
     for more in ([values[-RANK] * 1.001], [values[-1] * 2], [values[-3] * 1.1, *(values[-8:-5] * 1.2)]):
         changed = matrix + (vectors[:, : len(more)] * torch.tensor(more)) @ vectors[:, : len(more)].T
@@ -147,7 +147,9 @@ def test_what_has_not_grown_enough_is_not_sure():
     """Exact pairs from a start, whose drawn columns may hold what is missing only if it grew."""
     matrix = torch.diag(torch.linspace(2, 1, 200, dtype=torch.float64))[None]
     ritz = _Ritz.of(matrix, torch.eye(200, dtype=torch.float64)[None, :, :BLOCK])
-    for growth, sure in ((1.01 * SURE * 200**0.5, True), (0.99 * SURE * 200**0.5, False)):
+    values = ritz.values[0, :RANK]
+    enough = float((values[-1] / (CAPTURED * values.sum())).sqrt()) * 200**0.5 / CHANCE
+    for growth, sure in ((1.01 * enough, True), (0.99 * enough, False)):
         state = _State(ritz, ritz.values * 0.9, growth=lambda values, growth=growth: torch.full_like(values, growth))
         assert state.settled(RANK).tolist() == [sure]
     plan = _Filter.of(ritz, 7, 0)

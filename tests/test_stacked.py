@@ -13,6 +13,7 @@ from anisoscope.errors import OptionError, SiteError
 from anisoscope.measures import later, neighbors_gpu, tridiagonal
 from anisoscope.measures import stacked as stacked_measures
 from anisoscope.measures.found import Found
+from anisoscope.measures.later import Going
 from anisoscope.measures.neighbors import by_tiles, nearest_neighbors
 from anisoscope.measures.neighbors_fused import _tiles
 from anisoscope.measures.neighbors_gpu import mended, nearest_by_tiles, search
@@ -464,17 +465,21 @@ def test_a_look_measured_together_is_the_look_measured_site_by_site():
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("Triton Error [CUDA]: out of memory")])
-@pytest.mark.parametrize("when", ["begun", "finished"])
+@pytest.mark.parametrize("when", ["begun", "gone on", "finished"])
 def test_sites_without_room_together_are_left_to_be_measured_alone(when, error, monkeypatch):
     """A training may leave room for one site and not for all of them."""
 
     def full(*args):
         raise error
 
-    monkeypatch.setattr(stacking, "begin", full if when == "begun" else lambda *args: full)
-    monkeypatch.setattr(stacking, "begin_summed", full if when == "begun" else lambda *args: (full, None))
+    going = {"gone on": lambda: Going(full), "finished": lambda: Going(lambda: full)}.get(when, full)
+    monkeypatch.setattr(stacking, "begin", lambda *args: going())
+    monkeypatch.setattr(stacking, "begin_summed", lambda *args: (going(), None))
     views = looked(1)
-    assert Stacked.begin(views, DEFAULT_MEASURES, GRADIENT_MEASURES, norm_of_squares).finish() == ({}, {})
+    begun = Stacked.begin(views, DEFAULT_MEASURES, GRADIENT_MEASURES, norm_of_squares)
+    if when == "gone on":
+        begun.go_on()
+    assert begun.finish() == ({}, {})
     monkeypatch.setattr(stacking, "begin_summed", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # nothing else is kept silent
         Stacked.begin(views, DEFAULT_MEASURES, GRADIENT_MEASURES, norm_of_squares)

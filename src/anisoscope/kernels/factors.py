@@ -44,17 +44,17 @@ def inverse_factors(gram, out, good, least, K: tl.constexpr, P: tl.constexpr):
     tl.store(good + at, tl.where(finite, tl.min(clear, axis=0), 0) > 0)
 
 
-@triton.jit(do_not_specialize=["most", "edge", "warm"])
+@triton.jit(do_not_specialize=["low", "most", "edge", "warm"])
 def plan_filter(
-    values, residuals, locked, weights, half, degree, lock_at, near_at, growth, most, edge, warm,
+    values, residuals, locked, weights, half, degree, lock_at, near_at, growth, low, most, edge, warm,
     K: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """What a Chebyshev filter of each block does with K Ritz values, largest first: which of them are ``locked``, by
     how much those are taken down, half of the edge, and the degree, ``most`` at most.
 
-    Locked: a residual up to ``lock_at`` of the value. The edge is the last value, or the one at ``edge`` where none of
-    the first ``warm`` has a residual above ``near_at`` of it. ``growth`` is the logarithm of the most that one column
-    may grow against another, doubled.
+    Locked: a residual up to ``lock_at`` of the value, and a value above ``low`` times the edge. The edge is the last
+    value, or the one at ``edge`` where none of the first ``warm`` has a residual above ``near_at`` of it. ``growth`` is
+    the logarithm of the most that one column may grow against another, doubled.
     """
     at = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, P)
@@ -63,7 +63,7 @@ def plan_filter(
     left = tl.load(residuals + at * K + p, mask=there, other=1.0)
     near = tl.min(tl.where((p < warm) & ((left <= near_at * value) == 0), 0, 1), axis=0) > 0
     lowest = tl.maximum(tl.load(values + at * K + tl.where(near, edge, K - 1)), 1e-300)
-    lock = (left <= lock_at * value) & (value > 4 * lowest) & there
+    lock = (left <= lock_at * value) & (value > low * lowest) & there
     top = tl.max(tl.where(lock, lowest, value), axis=0)
     ratio = tl.maximum(2 * top / lowest - 1, 1.0)  # of a flat spectrum: any degree
     steps = tl.floor(growth / tl.log(ratio + tl.sqrt(ratio * ratio - 1)))

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.measures.leading import Leading, begin_leading, can_lead
+
+T = TypeVar("T")
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 ENOUGH_CORES = 8  # from here on the host decomposes many matrices sooner than a GPU, which takes one after another
@@ -186,6 +189,26 @@ def rejoined(stream: torch.cuda.Stream | None, device: torch.device, made: Itera
         here.wait_stream(stream)
         for one in made:
             one.record_stream(here)
+
+
+class Going(Generic[T]):
+    """Work of which a first part is begun: ``go_on`` begins the rest, if it is not, and calling it gives the result."""
+
+    def __init__(self, rest: Callable[[], Callable[[], T]]) -> None:
+        self._rest: Callable[[], Callable[[], T]] | None = rest
+        self._result: Callable[[], T] | None = None
+
+    def go_on(self) -> None:
+        """Begin the rest; what it needs is not held any longer then."""
+        if self._rest is not None:
+            rest, self._rest = self._rest, None
+            self._result = rest()
+
+    def __call__(self) -> T:
+        """The result, waited for."""
+        self.go_on()
+        assert self._result is not None, "the rest failed when it was begun"
+        return self._result()
 
 
 @dataclass

@@ -22,13 +22,15 @@ from anisoscope.measures.small_eigh import small_eigh
 BLOCK = 32  # columns; a batch of decompositions up to this size is one kernel
 SPARE = 8  # columns at least beyond those wanted
 DEGREES = (2, 4, 16)  # of the polynomial at most, cycle by cycle: the first Ritz values are far below the eigenvalues
+WARM_DEGREES = (24, 16)  # from a block near the wanted ones: one long cycle costs less than two
 CYCLES = (4, 9)  # from the first number on it is asked whether all have settled
 WARM_CYCLES = 1  # from a block near the wanted ones: after it, it is asked as well whether it was enough
-SURE = 1e6  # growth of wanted columns against a drawn one, times the root of the width, after which none is missing
+CHANCE = 0.1  # of the part that a drawn column has in each direction: one that has less is not worth a thought
 NEAR = 1e-3  # residual, relative to its Ritz value, of a column that was a good start
 FRESH = 4  # columns that are drawn anyway: an old block may know nothing of a new direction
 GROWTH = 1e13  # of one column against another in a cycle: more would leave the largest in all of them
 LOCKED = 1e-10  # residual, relative to its Ritz value, of a column that is taken out of the growth
+LOW = 4  # times the edge: columns below it may grow, but for those of a block that was a start
 EXACT = 1e-7  # residual of a wanted column, relative to its Ritz value
 FACTOR_WIDTH = 64  # of matrices that one program factors in registers
 DEPENDENT = 1e-14  # of the square of a column: what is left of it without others is rounding
@@ -71,7 +73,7 @@ def begin_leading(
     columns = _drawn(width, seed, matrices.dtype, matrices.device).repeat(many, 1, 1)
     if start is not None:
         columns[:, :, :-FRESH] = start[:, :, :-FRESH]
-    first, (least, most) = (DEGREES, CYCLES) if start is None else (DEGREES[2:], (WARM_CYCLES, CYCLES[1]))
+    first, (least, most) = (DEGREES, CYCLES) if start is None else (WARM_DEGREES, (WARM_CYCLES, CYCLES[1]))
     degrees = (*first, *first[-1:] * (most - len(first)))
     ritz = _Ritz.of(matrices, columns)
     state = _State(ritz, ritz.values, warm=0 if start is None else rank)
@@ -124,7 +126,9 @@ class _State:
         if self.growth is None:
             none_missing = captured - self.earlier[:, :rank].sum(dim=1) <= CAPTURED * captured
         else:
-            none_missing = self.growth(values[:, -1]) >= SURE * math.sqrt(self.ritz.columns.shape[1])
+            # A direction that is missing from the old columns stands in a drawn one, and the others there beside it.
+            others = math.sqrt(self.ritz.columns.shape[1]) / (CHANCE * self.growth(values[:, -1]))
+            none_missing = values[:, -1] * others.square() <= CAPTURED * captured
         return self.ritz.sound & exact & none_missing & torch.isfinite(captured)
 
 
@@ -150,7 +154,7 @@ class _Filter:
             return cls(*planned(ritz.values, ritz.residuals, most, warm))
         near = (ritz.residuals[:, :warm] <= NEAR * ritz.values[:, :warm]).all(dim=1, keepdim=True)
         lowest = torch.where(near, ritz.values[:, _edge(warm), None], ritz.values[:, -1:]).clamp_min(1e-300)
-        locked = (ritz.residuals <= LOCKED * ritz.values) & (ritz.values > 4 * lowest)
+        locked = (ritz.residuals <= LOCKED * ritz.values) & (ritz.values > (1 if warm else LOW) * lowest)
         top = torch.where(locked, lowest, ritz.values).amax(dim=1, keepdim=True)
         degree = math.log(2 * GROWTH) / torch.acosh((2 * top / lowest - 1).clamp_min(1 + 1e-9))
         weights = torch.where(locked, ritz.values - lowest, 0.0)
@@ -224,7 +228,8 @@ def planned(
     locked, weights = torch.empty_like(values, dtype=torch.bool), torch.empty_like(values)
     half, degree = values.new_empty(2, many)
     kernels_of("factors").plan_filter[(many,)](
-        values, residuals, locked, weights, half, degree, LOCKED, NEAR, math.log(2 * GROWTH), most, _edge(warm), warm,
+        values, residuals, locked, weights, half, degree, LOCKED, NEAR, math.log(2 * GROWTH), 1 if warm else LOW,
+        most, _edge(warm), warm,
                K=width, P=1 << (width - 1).bit_length(),
     )  # fmt: skip
     return locked, weights, half, degree

@@ -22,7 +22,7 @@ from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 from anisoscope.measures import row_kernels, stacked_masked
 from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order, unless_biased
 from anisoscope.measures.cells import Cells, SiteSums
-from anisoscope.measures.later import Handover, beside, fetched, no_room, rejoined, side_stream
+from anisoscope.measures.later import Going, Handover, beside, fetched_later, no_room, rejoined, side_stream
 from anisoscope.measures.spectrum import GRAM_LIMIT
 from anisoscope.measures.stacked_spectra import Spectra, begin_spectra
 from anisoscope.measures.stacked_sums import WIDE_CELLS, Sums, cut_runs
@@ -41,18 +41,18 @@ LOST = 1e-6  # of the sum of singular values: what those that are read as zero m
 
 T = TypeVar("T")
 
-Finish = Callable[[], list[dict[str, Estimate] | None]]
+Found = list[dict[str, Estimate] | None]
 
 
 def begin(
     rows: Sequence[Float[Tensor, "n d"]] | Float[Tensor, "s n d"],
     names: Sequence[str],
     second: Handover | None = None,
-) -> Finish:
-    """Begin to measure float32 rows of several sites, all of one shape; the function returned gives the results.
+) -> Going[Found]:
+    """Begin to measure float32 rows of several sites, all of one shape, beside whatever comes next.
 
-    A list with the estimates of each site by name, or None where a site is not ordinary. Where somebody else forms the
-    ``second`` moments of these rows, about zero, before the results are asked for, they are taken from there; if there
+    Results are a list with the estimates of each site by name, or None where a site is not ordinary. Where somebody
+    else forms the ``second`` moments of these rows, about zero, before it goes on, they are taken from there; if there
     are none by then, no site is ordinary.
     """
     return begin_summed(rows, names, second=second)[0]
@@ -64,14 +64,14 @@ def begin_summed(
     cells: Cells | None = None,
     *,
     second: Handover | None = None,
-) -> tuple[Finish, SiteSums | None]:
+) -> tuple[Going[Found], SiteSums | None]:
     """The same, and sums over the rows that others may have a use for: None where these measures need none.
 
     Sums of each of ``cells`` are the steps on the way to those of all rows.
     """
     n, width = rows[0].shape
     if n <= max(width, 512) or width < 2 or rows[0].dtype != torch.float32:
-        return lambda: [None] * len(rows), None
+        return Going(lambda: lambda: [None] * len(rows)), None
     stack = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
     decomposed = any(name in names for name in ("spectral_ratio", "effective_rank"))
     sums: Callable[[], Sums | None] | None = None
@@ -88,25 +88,26 @@ def begin_summed(
     neighbours = _attempted(lambda: stacked_masked.begin(stack)) if "two_nn" in names else None
     # From here: the rest need not wait for what others begin meanwhile. What is large would keep memory of its own.
     stream = side_stream("measures", stack) if stack.numel() <= WIDE_CELLS else None
-    device, sites = stack.device, len(stack)  # and not the stack, which ``finish`` would hold
+    device, sites = stack.device, len(stack)  # and not the stack, which the rest would hold
 
-    def finish() -> list[dict[str, Estimate] | None]:
+    def rest() -> Callable[[], Found]:
+        # First, since it may have to search again, and a GPU goes on meanwhile with what others have begun.
+        dimensions = None if neighbours is None else _attempted(neighbours)
         with beside(stream):
             if sums is not None:
                 made = sums()
                 if made is None:
-                    return [None] * sites
+                    return lambda: [None] * sites
                 table.update(made.table())
                 if "isoscore" in names:
                     table["isoscore means"] = _isoscore_means(made)
                 if later is not None:
                     table.update(_of_spectrum(made, later()))
-            found = fetched(table)
+            found = fetched_later(table)
         rejoined(stream, device, ())  # what it has read is used again only after that
-        dimensions = None if neighbours is None else _attempted(neighbours)
-        return _told(found, names, n, width, dimensions or [None] * sites)
+        return lambda: _told(found(), names, n, width, dimensions or [None] * sites)
 
-    return finish, given
+    return Going(rest), given
 
 
 def _begin_spectra(covariance: Float[Tensor, "s d d"]) -> Callable[[], Spectra]:

@@ -125,7 +125,7 @@ class Tridiagonal:
         rows that reach into it the result means little.
         """
         shifts, weights = poles(values, a, b)
-        turned = torch.bmm(rows, self.q.to(rows.dtype)).mT.contiguous()
+        turned = torch.bmm(self.q.to(rows.dtype).mT, rows.mT)  # as the kernels read it
         least = EPS * values[:, -1].clamp_min(0)
         if not _by_kernels(turned):
             return _plain_forms(turned, self.diagonal, self.off, shifts, weights)

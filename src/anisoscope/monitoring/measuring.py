@@ -148,10 +148,11 @@ def _enter_views(book: Book, views: Sequence[SiteView], what: What) -> None:
     shared = stacked.taken()
     analyses = {name: begun for name, one in what.analyses.items() if (begun := _begin(one, views, shared)) is not None}
     del shared
-    states, gradients = stacked.finish()  # while a GPU goes on with the analyses
+    stacked.go_on()
+    together = {name: analyses.pop(name)() for name in list(analyses)}  # while a GPU goes on with the measures
+    states, gradients = stacked.finish()
     sliced = [finish() for finish in slices]
     del stacked, slices  # they hold the rows of all sites, and what is left to measure may need the room
-    together = {name: analyses.pop(name)() for name in list(analyses)}
     for view in views:
         _enter_states(book, view, what, states.get(view.site, {}))
         for one in sliced:
@@ -329,15 +330,14 @@ def norm_of_squares(squares: Float[Tensor, "n"], number: Int64[Tensor, "n"], tok
     """The same from the squared length of each row and the number of its sequence."""
     n = len(squares)
     factor = max(1.0, tokens / n)
-    sums = np.bincount(number.numpy(), weights=squares.numpy()).tolist()
-    total = math.fsum(sums)
+    sums = np.bincount(number.numpy(), weights=squares.numpy())
+    total = float(sums.sum())
     value = math.sqrt(factor * total)
     method = "Frobenius norm of the gradient of the mean loss"
     if len(sums) < SEQUENCES_FOR_BAR or value == 0:
         note = f"no error bar: {len(sums)} sequences, {SEQUENCES_FOR_BAR} are needed"
         return Estimate(value=value, stderr=None, n=n, method=method, notes=(note,))
-    variance = math.fsum((one - total / len(sums)) ** 2 for one in sums) / (len(sums) - 1)
-    spread = factor * math.sqrt(variance * len(sums))
+    spread = factor * math.sqrt(float(sums.var(ddof=1)) * len(sums))
     return Estimate(value=value, stderr=spread / (2 * value), n=n, method=method, over="sequences", dof=len(sums) - 1)
 
 

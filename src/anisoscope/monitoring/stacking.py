@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -19,9 +20,10 @@ from anisoscope.estimate import Estimate
 from anisoscope.kernels import sent, sent_on
 from anisoscope.measures.base import with_notes
 from anisoscope.measures.cells import Cells
-from anisoscope.measures.later import Handover, fetched_later, no_room
+from anisoscope.measures.later import Going, Handover, fetched_later, no_room
 from anisoscope.measures.row_kernels import squared_lengths
-from anisoscope.measures.stacked import STACKED, Finish, begin, begin_summed
+from anisoscope.measures.stacked import STACKED, begin, begin_summed
+from anisoscope.measures.stacked import Found as OfSites
 from anisoscope.monitoring.sharing import Gradients, Shared
 from anisoscope.monitoring.views import SiteView
 
@@ -59,6 +61,10 @@ def still_note(still: int, n: int) -> tuple[str, ...]:
     return (f"{still:,} of {n:,} rows of the gradient are zero and were left out",) if still else ()
 
 
+def _nothing() -> Going[Found]:
+    return Going(lambda: dict)
+
+
 @dataclass
 class Stacked:
     """Measures under way. Without anything begun, nothing comes out.
@@ -66,8 +72,8 @@ class Stacked:
     ``shared`` is what was made for them; it is to be taken out by whom it is for, so that it is not held for longer.
     """
 
-    states: Callable[[], Found] = field(default=dict)
-    gradients: Callable[[], Found] = field(default=dict)
+    states: Going[Found] = field(default_factory=_nothing)
+    gradients: Going[Found] = field(default_factory=_nothing)
     shared: Shared | None = None
 
     @classmethod
@@ -105,22 +111,43 @@ class Stacked:
         states, sums = begin_summed(x, names, cells)
         gradients, rows = begun()
         shared = Shared(tuple(view.site for view in views), x, sums, rows)
-        return cls(lambda: _by_site(views, states), gradients, shared)
+        return cls(_followed(states, lambda found: _by_site(views, found)), gradients, shared)
 
     def taken(self) -> Shared | None:
         """What is shared, handed over."""
         shared, self.shared = self.shared, None
         return shared
 
+    def go_on(self) -> None:
+        """Begin what is left to be done, which may use what others have been handed meanwhile."""
+        self.states, self.gradients = (
+            with_room(partial(_gone_on, one), _nothing()) for one in (self.states, self.gradients)
+        )
+
     def finish(self) -> tuple[Found, Found]:
         """Results by site: of states by measure, of gradients by the names of their records."""
         return with_room(self.states, {}), with_room(self.gradients, {})
 
 
-def _by_site(views: Sequence[SiteView], finish: Finish) -> Found:
+def _gone_on(one: Going[Found]) -> Going[Found]:
+    one.go_on()
+    return one
+
+
+def _followed(of_sites: Going[OfSites], told: Callable[[OfSites], Found]) -> Going[Found]:
+    """What is told of the results of other work, in the same steps as that."""
+
+    def rest() -> Callable[[], Found]:
+        of_sites.go_on()
+        return lambda: told(of_sites())
+
+    return Going(rest)
+
+
+def _by_site(views: Sequence[SiteView], each: OfSites) -> Found:
     return {
         view.site: {name: _with_reason(one) for name, one in found.items()}
-        for view, found in zip(views, finish(), strict=False)
+        for view, found in zip(views, each, strict=False)
         if found is not None
     }
 
@@ -134,18 +161,18 @@ def _with_reason(found: Estimate) -> Estimate:
 
 def _begin_gradients(
     views: Sequence[SiteView], measures: Sequence[str], norm: Norm, second: Handover | None
-) -> Callable[[], tuple[Callable[[], Found], Gradients | None]]:
+) -> Callable[[], tuple[Going[Found], Gradients | None]]:
     """Ask for the lengths of the rows, which say what is to be measured of them; then begin that; then give it. Beside
     it the gradients themselves, where all views have one. Their ``second`` moments are others' to form, if given."""
     whole = [view for view in views if view.g is not None and view.g.dtype == torch.float32 and len(view.g)]
     if not whole or not set(measures) <= set(STACKED):
-        return lambda: (dict, None)
+        return lambda: (_nothing(), None)
     if len({(view.g.shape, view.g.device) for view in whole if view.g is not None}) > 1:
-        return lambda: (dict, None)
+        return lambda: (_nothing(), None)
     rows = torch.stack([view.g for view in whole if view.g is not None])
     lengths = fetched_later({"": squared_lengths(rows)})
 
-    def begun() -> tuple[Callable[[], Found], Gradients | None]:
+    def begun() -> tuple[Going[Found], Gradients | None]:
         squares = lengths()[""]
         longest = np.sqrt(squares.max(axis=1)).tolist()
         _bring_near(rows, longest)
@@ -176,23 +203,23 @@ def _begin_moving(
     measures: Sequence[str],
     norm: Norm,
     second: Handover | None,
-) -> Callable[[], Found]:
+) -> Going[Found]:
     """Begin to measure the rows that are not zero, by their squared lengths."""
     moving = squares > 0
     # Sums tell of infinities and NaN; those of squares near the end of the range may be one, and are left out as well.
     good = np.isfinite(squares.sum(axis=1)) & moving.any(axis=1) & (moving == moving[0]).all(axis=1)
     if not good.any():
-        return dict
+        return _nothing()
     left = len(moving[0]) - int(np.count_nonzero(moving[0]))
     chosen = rows if good.all() else rows[torch.from_numpy(np.flatnonzero(good)).to(rows.device)]
     if left:
         chosen = chosen.index_select(1, sent_on(torch.from_numpy(np.flatnonzero(moving[0])), rows))
-    finish = begin(chosen, list(measures), second if good.all() else None)
+    begun = begin(chosen, list(measures), second if good.all() else None)
 
-    def finished() -> Found:
+    def told(results: OfSites) -> Found:
         found: Found = {}
         first = whole[0].sequences
-        number, each = numbered(first), iter(finish())
+        number, each = numbered(first), iter(results)
         for site, view in enumerate(whole):
             result = next(each) if good[site] else None
             if result is None or not (view.sequences is first or torch.equal(view.sequences, first)):
@@ -205,7 +232,7 @@ def _begin_moving(
             found[view.site] = own
         return found
 
-    return finished
+    return _followed(begun, told)
 
 
 def numbered(sequences: Int64[Tensor, "n"]) -> Int64[Tensor, "n"]:
