@@ -165,7 +165,7 @@ def accounts(rank):
     gap, steps = 0.0, []
     for account, one in ((visits.account, books), (visits.account_plainly, others)):
         step = visits.Step(concepts.clone(), gram.clone(), fresh.clone(), own_gram.clone(), good)
-        account(sums, step, size, one, 1e-4)
+        account(sums, step, size, one, 1e-4, 0.8)
         steps.append(step)
         gap = max(gap, float(((one.error - want) / want)[[0, 1, 3, 5]].abs().max()))
         assert one.active.tolist() == [True, False, False, True, True, False]
@@ -179,7 +179,7 @@ def accounts(rank):
         assert torch.equal(step.fresh[4], concepts[4]) and torch.equal(step.fresh_gram[4], gram[4]), "taken back"
         assert torch.equal(step.fresh[[0, 1, 3, 5]], fresh[[0, 1, 3, 5]])
         assert torch.equal(step.fresh_gram[[0, 1, 3, 5]], own_gram[[0, 1, 3, 5]])
-    visits.account(sums, visits.Step(*step[:4], ~good), size, books, 1e-4)
+    visits.account(sums, visits.Step(*step[:4], ~good), size, books, 1e-4, 0.8)
     assert books.sound.tolist() == [False, True, True, False, False, True] and not books.active.any()
     return gap
 

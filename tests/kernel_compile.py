@@ -119,6 +119,7 @@ def main():
             factors.plan_filter,
             {"K": 32, "P": 32},
             locked="*i1",
+            nears="*i1",
             low="i32",
             most="i32",
             edge="i32",

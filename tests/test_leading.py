@@ -1,5 +1,8 @@
 """Leading eigenspaces of many matrices at once, against full decompositions."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -69,18 +72,28 @@ def test_a_wide_spectrum_that_falls_slowly_settles():
 
 
 def test_what_does_not_settle_says_so():
-    short = scatter(torch.where(PLACES <= 12, 1.0, 0.0))  # of rank 12, less than is wanted
     broken = scatter(FALLING["flat"])
     broken[3, 3] = torch.nan
-    found = leading_spaces(torch.stack([short, broken, scatter(FALLING["fast"])]), RANK)
-    assert found.settled.tolist()[1:] == [False, True]
-    truth = torch.linalg.eigvalsh(short).flip(0)[:RANK]
-    assert not bool(found.settled[0]) or torch.allclose(found.values[0, :RANK], truth, rtol=1e-9, atol=1e-9)
+    found = leading_spaces(torch.stack([broken, scatter(FALLING["fast"])]), RANK)
+    assert found.settled.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("rank", [12, 16, 20, 31])
+def test_a_spectrum_that_ends_within_the_block(rank):
+    matrix = scatter((PLACES - rank <= 0).double())
+    found = leading_spaces(matrix[None], RANK)
+    truth = torch.linalg.eigvalsh(matrix).flip(0)[:RANK]
+    assert bool(found.settled) and torch.allclose(found.values[0, :RANK], truth, rtol=1e-9, atol=1e-9)
 
 
 def test_matrices_that_do_not_settle_are_decomposed():
-    matrices = torch.stack([scatter(torch.where(PLACES <= 20, 1 / PLACES, 0.0)), scatter(FALLING["fast"])])
-    values, vectors = _led(matrices, leading_spaces(matrices, RANK))
+    matrices = torch.stack([scatter(FALLING["flat"]), scatter(FALLING["fast"])])
+    found = leading_spaces(matrices, RANK)
+    wrong = replace(
+        found, values=found.values.clone(), vectors=found.vectors.clone(), settled=torch.tensor([False, True])
+    )
+    wrong.values[0], wrong.vectors[0] = torch.nan, torch.nan
+    values, vectors = _led(matrices, wrong)
     for matrix, own, columns in zip(matrices, values, vectors, strict=True):
         torch.testing.assert_close(own[:RANK], torch.linalg.eigvalsh(matrix).flip(0)[:RANK], rtol=1e-9, atol=0)
         assert gap(matrix, columns[:, :RANK]) < 1e-6
@@ -143,15 +156,36 @@ def test_where_little_has_changed_one_cycle_is_enough(name, monkeypatch):
         torch.testing.assert_close(found.values[0, :RANK], truth, rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("many", [5, 8, 20])
+@pytest.mark.parametrize("apart", [0.0, 1e-7])
+@pytest.mark.parametrize("power", [1, 2])
+def test_more_new_directions_than_drawn_columns_are_not_overlooked(many, apart, power):
+    """Of equal ones any mixture is an exact pair, while others like it are missing."""
+    turn = torch.linalg.qr(torch.randn(512, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
+    values = torch.arange(1, 513, dtype=torch.float64) ** -power
+    old = leading_spaces((turn * values @ turn.T)[None], RANK).vectors
+    values[300 : 300 + many] = 1.5 * values[2] * (1 + apart * torch.arange(many))
+    found = leading_spaces((turn * values @ turn.T)[None], RANK, old)
+    truth = values.sort().values.flip(0)[:RANK]
+    assert not bool(found.settled) or torch.allclose(found.values[0, :RANK], truth, rtol=1e-9, atol=0)
+
+
 def test_what_has_not_grown_enough_is_not_sure():
-    """Exact pairs from a start, whose drawn columns may hold what is missing only if it grew."""
+    """Exact pairs from a start, whose drawn columns hold what is missing only if it grew."""
     matrix = torch.diag(torch.linspace(2, 1, 200, dtype=torch.float64))[None]
     ritz = _Ritz.of(matrix, torch.eye(200, dtype=torch.float64)[None, :, :BLOCK])
-    values = ritz.values[0, :RANK]
+    values, half, yes = ritz.values[0, :RANK], ritz.values[:, -1] / 2, torch.tensor([True])
     enough = float((values[-1] / (CAPTURED * values.sum())).sqrt()) * 200**0.5 / CHANCE
-    for growth, sure in ((1.01 * enough, True), (0.99 * enough, False)):
-        state = _State(ritz, ritz.values * 0.9, growth=lambda values, growth=growth: torch.full_like(values, growth))
-        assert state.settled(RANK).tolist() == [sure]
+    for growth, near, lost, sure in (
+        (1.01, yes, ~yes, 1),
+        (0.99, yes, ~yes, 0),
+        (1.01, ~yes, ~yes, 0),
+        (1.01, yes, yes, 0),
+    ):
+        degree = math.acosh(growth * enough) / torch.acosh(values[-1:] / half - 1)
+        plan = _Filter(ritz.values > 9, ritz.values, half, degree, near)
+        state = _State(ritz, ritz.values * 0.9, 0, plan, lost)
+        assert state.settled(RANK).tolist() == [bool(sure)], (growth, near, lost)
     plan = _Filter.of(ritz, 7, 0)
     wanted = ritz.values[:, RANK - 1]
     image = ritz.filtered(matrix, plan, 7)[0, :, RANK - 1]

@@ -632,7 +632,7 @@ def test_momentum_settles_on_a_plateau_where_the_plain_descent_does(monkeypatch)
     monkeypatch.setattr(stacked_fits, "TOLERANCE", 1.4 * float((1 - errors[1] / errors[0]).max()))
     plain, found = (rounds_of(monkeypatch, centred, concepts, momentum)[0] for momentum in (0.0, seminmf.MOMENTUM))
     assert int(plain.max()) < 5 and int(found.max()) < 8, (plain, found)
-    monkeypatch.setattr(visits, "SURE", 0.0)
+    monkeypatch.setattr(stacked_fits, "sure_of", lambda momentum: 0.0)
     assert int(rounds_of(monkeypatch, centred, concepts, seminmf.MOMENTUM)[0].max()) > 12, "or it would go on"
 
 

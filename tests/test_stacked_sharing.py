@@ -191,15 +191,40 @@ def test_without_second_moments_gradients_are_left_to_the_plain_measures():
     begun, shared = shared_of(views, asked(views))
     assert shared.gradients.second is not None and len(begun.finish()[0]) == len(views)
     assert begun.finish()[1] == {}
-    handed = Handover()
-    assert handed.taken() is None
-    handed.give(views[0].x)
-    assert handed.taken() is views[0].x and handed.taken() is None, "it is held by nobody then"
+    handed, made = Handover(), draw(3, 4)
+    assert handed.taken(3) is None
+    handed.give([0, 1, 2], made)
+    assert handed.taken(3) is made and handed.taken(3) is None, "it is held by nobody then"
+    handed.give([2], made[:1])
+    handed.give([0], made[1:2])
+    found = handed.taken(3)
+    assert torch.equal(found[[2, 0]], made[:2]) and bool(found[1].isnan().all())
+
+
+@pytest.mark.parametrize("why", ["states out of range", "a site that is new"])
+def test_one_site_that_is_not_ordinary_does_not_keep_moments_from_the_others(why):
+    views, analysis = looked(2), asked(looked(2))
+    if why == "a site that is new":
+        analysis.stacked(looked(1)[1:])
+    else:
+        views[1] = replace(views[1], x=views[1].x * 1e9)
+    begun, shared = shared_of(views, analysis)
+    analysis.begin_stacked(views, shared)()
+    found = begun.finish()[1]
+    plain = Stacked.begin(views, SUMMED, GRADIENT_MEASURES, norm_of_squares).finish()[1]
+    there = [view.site for view in views if why == "a site that is new" or view.site != views[1].site]
+    assert list(found) == there
+    agree(found, {site: plain[site] for site in there}, 1e-9)
 
 
 def test_sequences_are_numbered_in_order():
     generator = torch.Generator().manual_seed(0)
-    for names in (torch.tensor([4, 4, 7, 9, 9]), torch.randint(-3, 40, (200,), generator=generator), torch.tensor([5])):
+    for names in (
+        torch.tensor([4, 4, 7, 9, 9]),
+        torch.randint(-3, 40, (200,), generator=generator),
+        torch.tensor([5]),
+        torch.arange(0),
+    ):
         assert torch.equal(numbered(names), names.unique(return_inverse=True)[1])
 
 

@@ -3,7 +3,7 @@
 A row's codes depend on no other row's, so that those of a row stay in registers through all rounds; launched concept by
 concept the same work is a hundred small kernels. Everything of size K x K is float64.
 
-This module needs Triton; ``tangent.sweeps`` imports it where Triton is.
+This module needs Triton; ``tangent.sweeps`` and ``tangent.visits`` import it where Triton is.
 """
 
 from __future__ import annotations

@@ -46,11 +46,11 @@ def inverse_factors(gram, out, good, least, K: tl.constexpr, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["low", "most", "edge", "warm"])
 def plan_filter(
-    values, residuals, locked, weights, half, degree, lock_at, near_at, growth, low, most, edge, warm,
+    values, residuals, locked, weights, half, degree, nears, lock_at, near_at, growth, low, most, edge, warm,
     K: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """What a Chebyshev filter of each block does with K Ritz values, largest first: which of them are ``locked``, by
-    how much those are taken down, half of the edge, and the degree, ``most`` at most.
+    how much those are taken down, half of the edge, the degree, ``most`` at most, and whether the block was near.
 
     Locked: a residual up to ``lock_at`` of the value, and a value above ``low`` times the edge. The edge is the last
     value, or the one at ``edge`` where none of the first ``warm`` has a residual above ``near_at`` of it. ``growth`` is
@@ -70,4 +70,5 @@ def plan_filter(
     tl.store(locked + at * K + p, lock, mask=there)
     tl.store(weights + at * K + p, tl.where(lock, value - lowest, 0.0), mask=there)
     tl.store(half + at, lowest / 2)
+    tl.store(nears + at, near)
     tl.store(degree + at, tl.minimum(tl.maximum(steps, 1.0), most))

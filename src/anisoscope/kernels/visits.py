@@ -3,7 +3,7 @@
 In separate products the rows are read twice and their codes six times for each half step. Products of float32 are sums
 of three TF32 products, which lose as little. K concepts stand in P places, at least the 16 that a product takes.
 
-This module needs Triton; ``tangent.sweeps`` imports it where Triton is.
+This module needs Triton; ``tangent.sweeps`` and ``tangent.visits`` import it where Triton is.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -213,24 +213,31 @@ class Going(Generic[T]):
 
 @dataclass
 class Handover:
-    """A tensor that one part of the work makes for another, which may be on another stream."""
+    """What one part of the work makes of some sites for another part, which may be on another stream."""
 
-    _given: Tensor | None = None
-    _made: torch.cuda.Event | None = None
+    _given: list[tuple[Sequence[int], Tensor, torch.cuda.Event | None]] = field(default_factory=list)
 
-    def give(self, made: Tensor) -> None:
-        """Hand it over; nobody may write to it from here on."""
-        self._given = made
-        self._made = torch.cuda.current_stream(made.device).record_event() if made.is_cuda else None
+    def give(self, places: Sequence[int], made: Tensor) -> None:
+        """Hand over what was made of the sites at these places; nobody may write to it from here on."""
+        done = torch.cuda.current_stream(made.device).record_event() if made.is_cuda else None
+        self._given.append((places, made, done))
 
-    def taken(self) -> Tensor | None:
-        """What was handed over, ready for the current stream; it is not held any longer."""
-        given, self._given = self._given, None
-        if given is not None and self._made is not None:
-            here = torch.cuda.current_stream(given.device)
-            here.wait_event(self._made)
-            given.record_stream(here)
-        return given
+    def taken(self, count: int) -> Tensor | None:
+        """What was handed over of so many sites, ready for the current stream, NaN for sites of which nothing was; None
+        where there is nothing at all. It is not held any longer."""
+        given, self._given = self._given, []
+        for _, made, done in given:
+            if done is not None:
+                here = torch.cuda.current_stream(made.device)
+                here.wait_event(done)
+                made.record_stream(here)
+        if not given or (len(given) == 1 and list(given[0][0]) == list(range(count))):
+            return given[0][1] if given else None
+        out = given[0][1].new_full((count, *given[0][1].shape[1:]), torch.nan)
+        for places, made, _ in given:
+            for place, one in zip(places, made, strict=True):
+                out[place] = one
+        return out
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ CYCLES = (4, 9)  # from the first number on it is asked whether all have settled
 WARM_CYCLES = 1  # from a block near the wanted ones: after it, it is asked as well whether it was enough
 CHANCE = 0.1  # of the part that a drawn column has in each direction: one that has less is not worth a thought
 NEAR = 1e-3  # residual, relative to its Ritz value, of a column that was a good start
+IDLE = 0.9  # of the edge: a drawn column with a Ritz value below has found nothing that the old ones lack
 FRESH = 4  # columns that are drawn anyway: an old block may know nothing of a new direction
 GROWTH = 1e13  # of one column against another in a cycle: more would leave the largest in all of them
 LOCKED = 1e-10  # residual, relative to its Ritz value, of a column that is taken out of the growth
@@ -59,8 +60,8 @@ def leading_spaces(
     Settled: residuals are below ``EXACT``, and the last cycle added less than ``CAPTURED`` to the variance in the
     leading ``rank`` columns. After the first cycle from a ``start`` it is asked instead whether directions with the
     eigenvalues that are wanted have grown so much that any that were missing stand in the columns drawn anew, which all
-    directions have a part in. What does not settle, as where the spectrum ends within the block, wants a full
-    decomposition.
+    directions have a part in; where all of those found something, there may be more, and nothing settles. What does not
+    settle wants a full decomposition.
     """
     return begin_leading(matrices, rank, start, seed=seed)()
 
@@ -76,7 +77,7 @@ def begin_leading(
     first, (least, most) = (DEGREES, CYCLES) if start is None else (WARM_DEGREES, (WARM_CYCLES, CYCLES[1]))
     degrees = (*first, *first[-1:] * (most - len(first)))
     ritz = _Ritz.of(matrices, columns)
-    state = _State(ritz, ritz.values, warm=0 if start is None else rank)
+    state = _State(ritz, ritz.values, 0 if start is None else rank)
     for degree in degrees[:least]:
         state = state.after(matrices, degree)
     first_asked = state.settled(rank)  # begun here: nobody waits for it yet
@@ -84,8 +85,7 @@ def begin_leading(
     def finish() -> Leading:
         last, settled = state, first_asked
         for cycle in range(least, most):
-            # A first cycle may leave columns that depend on one another, and the next one mends that.
-            if bool((settled | ~last.ritz.sound if cycle > 1 else settled).all()):
+            if bool(last.over(settled).all()):
                 break
             last = last.after(matrices, degrees[cycle])
             settled = last.settled(rank)
@@ -103,33 +103,44 @@ def _drawn(width: int, seed: int, dtype: torch.dtype, device: torch.device) -> F
 class _State:
     """A block after some cycles, and its Ritz values one cycle earlier.
 
-    ``warm`` are the columns wanted of a block that is a start from elsewhere. After a cycle from there ``growth`` tells
-    how much directions grew, by their eigenvalue; None where more cycles than one say that none is missing.
+    ``warm`` are the columns wanted of a block that is a start from elsewhere. After a cycle from there the ``plan`` of
+    it tells how much directions grew. Matrices are ``lost`` whose drawn columns have all found something: there may be
+    more, of which the block would never know.
     """
 
     ritz: _Ritz
     earlier: Float[Tensor, "m b"]
     warm: int = 0
-    growth: Callable[[Float[Tensor, "m"]], Float[Tensor, "m"]] | None = None
+    plan: _Filter | None = None
+    lost: Bool[Tensor, "m"] | None = None
 
     def after(self, matrices: Float[Tensor, "m d d"], degree: int) -> _State:
         """One cycle more."""
         plan = _Filter.of(self.ritz, degree, self.warm)
         ritz = _Ritz.of(matrices, self.ritz.filtered(matrices, plan, degree))
-        return _State(ritz, self.ritz.values, growth=plan.growth if self.warm else None)
+        if not self.warm:
+            return _State(ritz, self.ritz.values, lost=self.lost)
+        return _State(ritz, self.ritz.values, 0, plan, plan.near & (ritz.values[:, -1] >= IDLE * 2 * plan.half))
 
     def settled(self, rank: int) -> Bool[Tensor, "m"]:
         """For which matrices; asked of few states only, since it is a dozen small steps."""
         values = self.ritz.values[:, :rank]
         captured = values.sum(dim=1)
         exact = (self.ritz.residuals[:, :rank] <= EXACT * values).all(dim=1)
-        if self.growth is None:
+        if self.plan is None:
             none_missing = captured - self.earlier[:, :rank].sum(dim=1) <= CAPTURED * captured
         else:
             # A direction that is missing from the old columns stands in a drawn one, and the others there beside it.
-            others = math.sqrt(self.ritz.columns.shape[1]) / (CHANCE * self.growth(values[:, -1]))
-            none_missing = values[:, -1] * others.square() <= CAPTURED * captured
+            others = math.sqrt(self.ritz.columns.shape[1]) / (CHANCE * self.plan.growth(values[:, -1]))
+            none_missing = self.plan.near & (values[:, -1] * others.square() <= CAPTURED * captured)
+        if self.lost is not None:
+            none_missing &= ~self.lost
         return self.ritz.sound & exact & none_missing & torch.isfinite(captured)
+
+    def over(self, settled: Bool[Tensor, "m"]) -> Bool[Tensor, "m"]:
+        """For which matrices more cycles would change nothing."""
+        done = settled | ~self.ritz.sound
+        return done if self.lost is None else done | self.lost
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,7 @@ class _Filter:
     """A Chebyshev polynomial for each matrix, bounded by one between zero and an edge, twice ``half``.
 
     The edge is the least Ritz value. In a ``warm`` block the columns that were drawn lie far below the others; where
-    as many columns are near eigenvectors already, it is the least value without the drawn ones, so that these have
+    as many columns are ``near`` eigenvectors already, it is the least value without the drawn ones, so that these have
     what is missing, if anything is. What is found already, such as a massive dimension, is ``locked`` and taken down to
     the edge, by ``weights``; the degree is as high as the largest of the rest allows.
     """
@@ -146,6 +157,7 @@ class _Filter:
     weights: Float[Tensor, "m b"]
     half: Float[Tensor, "m"]
     degree: Float[Tensor, "m"]
+    near: Bool[Tensor, "m"]
 
     @classmethod
     def of(cls, ritz: _Ritz, most: int, warm: int) -> _Filter:
@@ -158,7 +170,7 @@ class _Filter:
         top = torch.where(locked, lowest, ritz.values).amax(dim=1, keepdim=True)
         degree = math.log(2 * GROWTH) / torch.acosh((2 * top / lowest - 1).clamp_min(1 + 1e-9))
         weights = torch.where(locked, ritz.values - lowest, 0.0)
-        return cls(locked, weights, lowest[:, 0] / 2, degree[:, 0].floor().clamp(1, most))
+        return cls(locked, weights, lowest[:, 0] / 2, degree[:, 0].floor().clamp(1, most), near[:, 0])
 
     def growth(self, values: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
         """Of a direction with this eigenvalue of each matrix; those below the edge have one at most."""
@@ -167,7 +179,7 @@ class _Filter:
 
 @dataclass(frozen=True)
 class _Ritz:
-    """Ritz values of a block, largest first, with their vectors and residuals; ``sound`` where nothing broke down."""
+    """Ritz values of a block, largest first, with their vectors and residuals; ``sound`` where they are numbers."""
 
     values: Float[Tensor, "m b"]
     columns: Float[Tensor, "m d b"]
@@ -176,7 +188,8 @@ class _Ritz:
 
     @classmethod
     def of(cls, matrices: Float[Tensor, "m d d"], columns: Float[Tensor, "m d b"]) -> _Ritz:
-        columns, sound = orthonormal_columns(columns)
+        # Columns that depend on one another are made of rounding then, as good as any that are drawn.
+        columns, _ = orthonormal_columns(columns)
         images = matrices @ columns
         small = columns.mT @ images
         # What is not finite would end the decomposition of all of them.
@@ -185,7 +198,7 @@ class _Ritz:
         values, vectors = values.flip(1), vectors.flip(2)
         columns = columns @ vectors
         left = torch.linalg.vector_norm(torch.addcmul(images @ vectors, columns, values[:, None], value=-1), dim=1)
-        return cls(values, columns, left, sound & good)
+        return cls(values, columns, left, good)
 
     def filtered(self, matrices: Float[Tensor, "m d d"], plan: _Filter, most: int) -> Float[Tensor, "m d b"]:
         """The polynomial of each matrix, of degree ``most`` at most, times its columns."""
@@ -222,17 +235,18 @@ def _steps(most: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor,
 @on_its_device
 def planned(
     values: Float[Tensor, "m b"], residuals: Float[Tensor, "m b"], most: int, warm: int
-) -> tuple[Bool[Tensor, "m b"], Float[Tensor, "m b"], Float[Tensor, "m"], Float[Tensor, "m"]]:
-    """What is locked, weights, half of the edge and the degree of ``_Filter`` by the kernel, in one step of twenty."""
+) -> tuple[Bool[Tensor, "m b"], Float[Tensor, "m b"], Float[Tensor, "m"], Float[Tensor, "m"], Bool[Tensor, "m"]]:
+    """What ``_Filter`` holds by the kernel, in one step for twenty."""
     many, width = values.shape
     locked, weights = torch.empty_like(values, dtype=torch.bool), torch.empty_like(values)
     half, degree = values.new_empty(2, many)
+    near = torch.empty_like(half, dtype=torch.bool)
     kernels_of("factors").plan_filter[(many,)](
-        values, residuals, locked, weights, half, degree, LOCKED, NEAR, math.log(2 * GROWTH), 1 if warm else LOW,
+        values, residuals, locked, weights, half, degree, near, LOCKED, NEAR, math.log(2 * GROWTH), 1 if warm else LOW,
         most, _edge(warm), warm,
                K=width, P=1 << (width - 1).bit_length(),
     )  # fmt: skip
-    return locked, weights, half, degree
+    return locked, weights, half, degree, near
 
 
 def orthonormal_columns(columns: Float[Tensor, "m d b"]) -> tuple[Float[Tensor, "m d b"], Bool[Tensor, "m"]]:

@@ -52,8 +52,8 @@ def begin(
     """Begin to measure float32 rows of several sites, all of one shape, beside whatever comes next.
 
     Results are a list with the estimates of each site by name, or None where a site is not ordinary. Where somebody
-    else forms the ``second`` moments of these rows, about zero, before it goes on, they are taken from there; if there
-    are none by then, no site is ordinary.
+    else forms the ``second`` moments of these rows, about zero, before it goes on, they are taken from there; sites of
+    which there are none by then are not ordinary.
     """
     return begin_summed(rows, names, second=second)[0]
 
@@ -73,12 +73,13 @@ def begin_summed(
     if n <= max(width, 512) or width < 2 or rows[0].dtype != torch.float32:
         return Going(lambda: lambda: [None] * len(rows)), None
     stack = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
+    sites = len(stack)
     decomposed = any(name in names for name in ("spectral_ratio", "effective_rank"))
     sums: Callable[[], Sums | None] | None = None
     given, later = None, None
     if second is not None and "isoscore" in names and not decomposed:
         made_of = Sums.begun(stack, directions="mean_cosine" in names)
-        sums = lambda: None if (found := second.taken()) is None else made_of(found)  # noqa: E731
+        sums = lambda: None if (found := second.taken(sites)) is None else made_of(found)  # noqa: E731
     elif decomposed or "isoscore" in names or "mean_cosine" in names:
         directions, exact = "mean_cosine" in names, "effective_rank" in names
         formed, by_cell = Sums.of(stack, directions=directions, exact=exact, cells=cells)
@@ -88,23 +89,25 @@ def begin_summed(
     neighbours = _attempted(lambda: stacked_masked.begin(stack)) if "two_nn" in names else None
     # From here: the rest need not wait for what others begin meanwhile. What is large would keep memory of its own.
     stream = side_stream("measures", stack) if stack.numel() <= WIDE_CELLS else None
-    device, sites = stack.device, len(stack)  # and not the stack, which the rest would hold
+    device = stack.device  # and not the stack, which the rest would hold
 
     def rest() -> Callable[[], Found]:
         # First, since it may have to search again, and a GPU goes on meanwhile with what others have begun.
         dimensions = None if neighbours is None else _attempted(neighbours)
-        with beside(stream):
-            if sums is not None:
-                made = sums()
-                if made is None:
+        try:
+            with beside(stream):
+                made = None if sums is None else sums()
+                if sums is not None and made is None:
                     return lambda: [None] * sites
-                table.update(made.table())
-                if "isoscore" in names:
-                    table["isoscore means"] = _isoscore_means(made)
-                if later is not None:
-                    table.update(_of_spectrum(made, later()))
-            found = fetched_later(table)
-        rejoined(stream, device, ())  # what it has read is used again only after that
+                if made is not None:
+                    table.update(made.table())
+                    if "isoscore" in names:
+                        table["isoscore means"] = _isoscore_means(made)
+                    if later is not None:
+                        table.update(_of_spectrum(made, later()))
+                found = fetched_later(table)
+        finally:
+            rejoined(stream, device, ())  # what it has read is used again only after that
         return lambda: _told(found(), names, n, width, dimensions or [None] * sites)
 
     return Going(rest), given

@@ -105,8 +105,9 @@ class Stacked:
         names = [name for name in measures if name in STACKED]
         if not names or first.dtype != torch.float32:
             return cls(gradients=_begin_gradients(views, gradient_measures, norm, None)()[0])
-        # Whoever asks for cells of the rows forms second moments of gradients on the way.
-        begun = _begin_gradients(views, gradient_measures, norm, None if cells is None else Handover())
+        # Whoever asks for cells of the rows forms second moments of gradients on the way; one measure is made of them.
+        second = Handover() if cells is not None and "isoscore" in gradient_measures else None
+        begun = _begin_gradients(views, gradient_measures, norm, second)
         x = torch.stack([view.x for view in views])
         states, sums = begin_summed(x, names, cells)
         gradients, rows = begun()
@@ -177,7 +178,7 @@ def _begin_gradients(
         longest = np.sqrt(squares.max(axis=1)).tolist()
         _bring_near(rows, longest)
         given = Gradients(rows, tuple(longest), second) if len(whole) == len(views) else None
-        return _begin_moving(whole, rows, squares, measures, norm, second if given else None), given
+        return _begin_moving(whole, rows, squares, measures, norm, None if given is None else second), given
 
     return begun
 
@@ -239,6 +240,8 @@ def numbered(sequences: Int64[Tensor, "n"]) -> Int64[Tensor, "n"]:
     """The number of each row's sequence, counted from 0 in ascending order of what sequences are called."""
     here = sequences.cpu()
     steps = here.diff()
-    if bool((steps >= 0).all()):  # as a rule: sorting takes longer than all the rest that is told of gradients
+    if len(here) and bool(
+        (steps >= 0).all()
+    ):  # as a rule: sorting takes longer than all the rest that is told of gradients
         return torch.nn.functional.pad((steps > 0).cumsum(dim=0), (1, 0))
     return here.unique(return_inverse=True)[1]

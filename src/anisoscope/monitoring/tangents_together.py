@@ -18,7 +18,7 @@ from torch import Tensor
 from anisoscope.errors import AnisoscopeError
 from anisoscope.kernels import sent
 from anisoscope.measures.cells import Cells, CellSums
-from anisoscope.measures.later import Handover, beside, fetched_later, leading_later, side_stream
+from anisoscope.measures.later import beside, fetched_later, leading_later, side_stream
 from anisoscope.measures.leading import BLOCK
 from anisoscope.monitoring.sharing import Shared
 from anisoscope.monitoring.stacking import with_room
@@ -137,14 +137,14 @@ class Rows:
     """Rows and gradients of some sites, sums over halves of the rows where they are known, and what says, later, which
     factor brings each site's gradients into range, as ``units.in_range``: None where the site is not ordinary.
 
-    ``second`` is where measures of all these gradients, as they are, wait for their second moments.
+    ``second`` takes second moments of these gradients, as they are, to the measures that wait for them.
     """
 
     x: Float[Tensor, "s n d"]
     g: Float[Tensor, "s n d"]
     sums: CellSums | None
     scales: Callable[[], list[float | None]]
-    second: Handover | None
+    second: Callable[[Float[Tensor, "s d d"]], None] | None
 
     @classmethod
     def of(cls, views: Sequence[SiteView], shared: Shared | None, cells: Cells) -> Rows:
@@ -176,7 +176,8 @@ class Rows:
         by_half = None if sums is None or sums.by_cell is None or sums.by_cell.cells is not cells else sums.by_cell
         if by_half is not None and some is not None:
             by_half = by_half.of_sites(some)
-        return cls(x, g, by_half, scales, near.second if near is not None and of_all else None)
+        second = None if near is None or near.second is None else partial(near.second.give, places)
+        return cls(x, g, by_half, scales, second)
 
 
 def _stacked(each: Sequence[Tensor | None]) -> Float[Tensor, "s n d"]:
@@ -204,8 +205,7 @@ def _attempt(
     # By site, kind, half.
     bases = torch.stack([fits[kind].basis.view(sites, 2, width, rank) for kind in asked.proxies], dim=1)
     table: dict[str, Tensor] = {}
-    total = None if rows.second is None else rows.second.give
-    for half, seen in enumerate(seen_by_halves(g, layout, bases, asked.draws, asked.seed, total)):
+    for half, seen in enumerate(seen_by_halves(g, layout, bases, asked.draws, asked.seed, rows.second)):
         table |= {f"{half} {name}": value for name, value in vars(seen).items()}
     before = None if first else _bases_before(asked, views, x.device)
     table |= _facts(asked, fits, bases, before) | _variances(centred, bases)
@@ -278,7 +278,8 @@ def _seminmf(asked: Asked, views: Sequence[SiteView], centred: Centred, *, first
     if "seminmf" not in asked.proxies:
         return {}
     if first:
-        return {"seminmf": seminmf_fits(centred, kmeans_starts(centred, asked.rank, asked.seed))}
+        # Without momentum, as a first fit alone: with it fewer codes stay zero.
+        return {"seminmf": seminmf_fits(centred, kmeans_starts(centred, asked.rank, asked.seed), momentum=0.0)}
     states = [
         proxy.state.to(centred.mean)
         for view in views

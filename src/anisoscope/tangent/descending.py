@@ -36,6 +36,7 @@ from anisoscope.tangent.sweeps import has_kernels, inverses
 
 RESEEDS = 10  # rounds in which concepts without rows get a new direction
 BEGIN, GROW, SHRINK, GROW_LIMIT = 0.9, 1.2, 1.2, 1.01  # of the momentum; its rule is that of Ang and Gillis (2019)
+MOMENTUM = 0.5  # after a descent on few rows or an earlier fit: more of it fills codes that were zero
 SURE = 0.8  # of what an iteration with momentum is worth; counted in full, some fits would end at higher errors
 WINDOW = 4  # rounds launched on a GPU between two questions to it
 FEW_SHARE, FEW_ROWS, FEW_EACH = 8, 2048, 16  # a descent on few rows: an eighth of them, so many, so many a concept
@@ -172,11 +173,17 @@ def descend(
             state = done.state
             history += done.errors
             before = history[-3] if len(history) > 2 else 1.0
-            least = limits.tolerance * (max(SURE * state.worth, 1.0) if limits.of_plain else 1.0)
+            least = limits.tolerance * (max(sure_of(momentum) * state.worth, 1.0) if limits.of_plain else 1.0)
             if not done.renewed and before - history[-1] <= least * before:
                 converged = True
                 break
         return Run(state.concepts, torch.cat(list(state.codes), dim=1), tuple(history), len(history) // 2, converged)
+
+
+def sure_of(momentum: float) -> float:
+    """What of an iteration's worth is counted: with more than the usual momentum it grows without bound, and nothing
+    is."""
+    return SURE if momentum <= MOMENTUM else 0.0
 
 
 def descend_few(

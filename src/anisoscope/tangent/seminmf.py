@@ -24,7 +24,7 @@ from anisoscope.axes import MaskLike, RowsLike
 from anisoscope.errors import DegenerateError, EmptyInputError, OptionError, ShapeError, TooFewRowsError, choose
 from anisoscope.rows import Rows, as_rows, largest_size, power_of_two_scale
 from anisoscope.stats.reservoir import Reservoir
-from anisoscope.tangent.descending import Limits, Run, descend, descend_few
+from anisoscope.tangent.descending import MOMENTUM, Limits, Run, descend, descend_few
 from anisoscope.tangent.descent import best_concepts, least_squares, reseeded, second_moment, solved
 from anisoscope.tangent.kmeans import k_means
 
@@ -38,7 +38,6 @@ BEGIN_ROWS = 16_384  # rows of a stream that the first concepts are fitted on
 BEGIN_ITERATIONS = 20
 STREAM_SWEEPS = 60  # a stream forgets its codes, so that each pass must find them from nothing
 WARM_SWEEPS = 20  # of the codes that a warm start begins with
-MOMENTUM = 0.5  # after a descent on few rows or an earlier fit: more of it fills codes that were zero
 STREAM_SETTLED = 1e-4  # until a sweep moves the codes by less than this share of their length
 
 

@@ -19,7 +19,8 @@ from anisoscope.measures.later import Answer, answered_later
 from anisoscope.measures.leading import orthonormal_columns
 from anisoscope.measures.row_kernels import centred, centred_by_cell, column_sums, squared_lengths
 from anisoscope.stats.moments import cell_grams, in_parts
-from anisoscope.tangent.seminmf import MOMENTUM, STREAM_SETTLED, WARM_SWEEPS
+from anisoscope.tangent.descending import MOMENTUM, sure_of
+from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
 from anisoscope.tangent.sweeps import has_kernels, inverses, swept_all
 from anisoscope.tangent.visits import Books, HalfSteps, Step, Sums, account, account_plainly, can_visit, warm_codes
 
@@ -153,7 +154,8 @@ def with_fixed_signs(basis: Float[Tensor, "f d k"]) -> Float[Tensor, "f d k"]:
 
 
 def seminmf_fits(centred: Centred, start: Float[Tensor, "f k d"], momentum: float = MOMENTUM) -> Fits:
-    """Semi-NMF of every fit from the concepts of an earlier one; each stops where it would have stopped alone."""
+    """Semi-NMF of every fit from the concepts of an earlier one; each stops where it would have stopped alone, but that
+    rounds which are taken back count among the MAX_ITER that there are at most."""
     a, concepts = centred.rows, start
     rank = start.shape[1]
     ordinary = centred.spread() & (centred.total > 0)
@@ -237,12 +239,12 @@ def _descend(
     """
     books = Books.begun(size, momentum)
     take = _descend_by_visits if can_visit(a, concepts.shape[1]) else _descend_plainly
-    concepts, codes, last = take(a, concepts, size, books)
+    concepts, codes, last = take(a, concepts, size, books, sure_of(momentum))
     return concepts, torch.where(books.again[:, None, None], last, codes), books
 
 
 def _descend_plainly(
-    a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"], books: Books
+    a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"], books: Books, sure: float
 ) -> tuple[Float[Tensor, "f k d"], Float[Tensor, "f k n"], Float[Tensor, "f k n"]]:
     """Concepts, codes, and the codes before they went on; the books are brought up to date."""
     codes = last = _warm_codes(a, concepts)
@@ -256,7 +258,7 @@ def _descend_plainly(
         sums = Sums((codes @ a).double(), second_moments(codes), second_moments(new), met)
         fresh, good = _least_squares(sums.second, sums.pull, concepts, a.dtype)
         step = Step(concepts, gram, fresh, fresh @ fresh.mT, good)
-        account_plainly(sums, step, size, books, TOLERANCE)
+        account_plainly(sums, step, size, books, TOLERANCE, sure)
         concepts, gram = step.fresh, step.fresh_gram
         if watch.settled(books.active, iteration):
             break
@@ -264,7 +266,7 @@ def _descend_plainly(
 
 
 def _descend_by_visits(
-    a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"], books: Books
+    a: Float[Tensor, "f n d"], concepts: Float[Tensor, "f k d"], size: Float[Tensor, "f"], books: Books, sure: float
 ) -> tuple[Float[Tensor, "f k d"], Float[Tensor, "f k n"], Float[Tensor, "f k n"]]:
     """The same with a few launches for each iteration; what is not active has an inverse of zero and does not move."""
     limit = 1 / (concepts.shape[1] * torch.finfo(a.dtype).eps)
@@ -276,7 +278,7 @@ def _descend_by_visits(
         inverse, good = inverses(sums.second, books.active, limit)
         fresh = torch.baddbmm(concepts, inverse, torch.baddbmm(sums.pull, sums.second, concepts, alpha=-1))
         step = Step(concepts, gram, fresh, fresh @ fresh.mT, good)
-        account(sums, step, size, books, TOLERANCE)
+        account(sums, step, size, books, TOLERANCE, sure)
         concepts, gram = step.fresh, step.fresh_gram
         if watch.settled(books.active, iteration):
             break
@@ -321,6 +323,8 @@ def _least_squares(
     size = torch.where(size > 0, size, 1.0).sqrt()
     scaled = second / size[:, :, None] / size[:, None, :]
     factor, failed = torch.linalg.cholesky_ex(scaled)
+    # A library raises an error at a zero on the diagonal, which would end all fits.
+    factor = torch.where((failed == 0)[:, None, None], factor, torch.eye(factor.shape[1]).to(factor))
     inverse = torch.cholesky_inverse(factor)
     spread = torch.linalg.vector_norm(scaled, dim=(1, 2)) * torch.linalg.vector_norm(inverse, dim=(1, 2))
     good = alive & (failed == 0) & (spread * second.shape[1] * torch.finfo(dtype).eps < 1)

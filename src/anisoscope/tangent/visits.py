@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.kernels import kernels_of, on_its_device
-from anisoscope.tangent.descending import BEGIN, GROW, GROW_LIMIT, SHRINK, SURE
+from anisoscope.tangent.descending import BEGIN, GROW, GROW_LIMIT, SHRINK
 from anisoscope.tangent.sweeps import has_kernels, inverses, power_of_two
 
 LEAST_PLACES = 16  # what a product on tensor cores takes
@@ -126,18 +126,23 @@ class Step(NamedTuple):
 
 
 @on_its_device
-def account(sums: Sums, step: Step, size: Float[Tensor, "f"], books: Books, tolerance: float) -> None:
-    """Bring the books up to date by the kernel, and take back what a round did that raised the error."""
+def account(sums: Sums, step: Step, size: Float[Tensor, "f"], books: Books, tolerance: float, sure: float) -> None:
+    """Bring the books up to date by the kernel, and take back what a round did that raised the error.
+
+    ``sure`` is the part of a round's worth that counts; see ``descending``.
+    """
     fits, rank, width = sums.pull.shape
     kernels = kernels_of("codes")
     kernels.account[(fits,)](
         *sums, *step[:-1], size, step.good, *vars(books).values(), width, tolerance,
         K=rank, P=power_of_two(rank), W=kernels.ENTRIES // power_of_two(rank), num_warps=8,
-        GROW=GROW, SHRINK=SHRINK, GROW_LIMIT=GROW_LIMIT, SURE=SURE,
+        GROW=GROW, SHRINK=SHRINK, GROW_LIMIT=GROW_LIMIT, SURE=sure,
     )  # fmt: skip
 
 
-def account_plainly(sums: Sums, step: Step, size: Float[Tensor, "f"], books: Books, tolerance: float) -> None:
+def account_plainly(
+    sums: Sums, step: Step, size: Float[Tensor, "f"], books: Books, tolerance: float, sure: float
+) -> None:
     """The same by plain operations; what is not active goes back to where it was, too."""
     _, _, fresh, fresh_gram, good = step
     rest = (sums.second * fresh_gram).sum(dim=(1, 2)) - 2 * (sums.pull * fresh).sum(dim=(1, 2))
@@ -145,7 +150,7 @@ def account_plainly(sums: Sums, step: Step, size: Float[Tensor, "f"], books: Boo
     reached = (size + (sums.own * step.gram).sum(dim=(1, 2)) - 2 * sums.met).clamp_min(0) / size
     before, went, active = books.error.clone(), books.ahead > 0, books.active.clone()
     worth = 1 + books.ahead * books.worth
-    least = tolerance * (SURE * worth).clamp_min(1.0) * before
+    least = tolerance * (sure * worth).clamp_min(1.0) * before
     back = went & (now > torch.minimum(reached, before))
     stays = back | ~active
     for new, old in ((fresh, step.concepts), (fresh_gram, step.gram)):
