@@ -193,6 +193,18 @@ def test_what_has_not_grown_enough_is_not_sure():
     assert plan.growth(ritz.values[:, -1] / 2).tolist() == [1.0], "below the edge nothing grows"
 
 
+def test_what_a_first_cycle_has_told_is_kept():
+    """That drawn columns have all found something is never forgotten; what grew is asked of the first cycle alone."""
+    matrix = scatter(FALLING["fast"])[None]
+    began = _Ritz.of(matrix, leading_spaces(matrix, RANK).vectors)
+    first = _State(began, began.values, RANK).after(matrix, 24)
+    second = first.after(matrix, 16)
+    assert first.plan is not None and second.plan is None and second.lost is first.lost
+    lost = replace(first, lost=torch.tensor([True])).after(matrix, 16)
+    assert bool(second.settled(RANK)) and not bool(lost.settled(RANK)) and bool(lost.over(lost.settled(RANK)))
+    assert first.warm == 0 and _State(began, began.values).after(matrix, 16).lost is None
+
+
 def test_what_still_grows_has_not_settled():
     """Exact pairs alone say nothing: a leading one may be missing among them while there is more each cycle."""
     matrix = torch.diag(torch.linspace(2, 1, 200, dtype=torch.float64))[None]

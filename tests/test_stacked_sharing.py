@@ -218,13 +218,8 @@ def test_one_site_that_is_not_ordinary_does_not_keep_moments_from_the_others(why
 
 
 def test_sequences_are_numbered_in_order():
-    generator = torch.Generator().manual_seed(0)
-    for names in (
-        torch.tensor([4, 4, 7, 9, 9]),
-        torch.randint(-3, 40, (200,), generator=generator),
-        torch.tensor([5]),
-        torch.arange(0),
-    ):
+    mixed = torch.randint(-3, 40, (200,), generator=torch.Generator().manual_seed(0))
+    for names in (torch.tensor([4, 4, 7, 9, 9]), mixed, torch.tensor([5]), torch.arange(0)):
         assert torch.equal(numbered(names), names.unique(return_inverse=True)[1])
 
 
