@@ -326,6 +326,7 @@ MUTANTS = [
     Mutant("kernels/visits.py", "range(tl.where(redo, 0, S))", "range(S)", (KERNELS,), "half_steps"),
     Mutant("kernels/visits.py", "reach / scale.to(tl.float64)", "reach", (KERNELS,), "half_steps"),
     Mutant("kernels/visits.py", "_added(own, own_sum", "_added(second, own_sum", (KERNELS,), "half_steps"),
+    Mutant("tangent/descending.py", "SURE if momentum <= MOMENTUM else 0.0", "SURE", (SEMINMF,), "momentum"),
     Mutant("kernels/codes.py", "back = went & (now > most)", "back = went & (now > before)", (KERNELS,), "account"),
     Mutant("kernels/codes.py", "tl.store(fresh_gram + places, former, mask=inside)", "pass", (KERNELS,), "account"),
     Mutant("kernels/codes.py", "tl.where(back, speed / SHRINK, faster)", "faster", (KERNELS,), "account"),
@@ -339,7 +340,7 @@ MUTANTS = [
     ),
     Mutant("tangent/visits.py", "stays = back | ~active", "stays = ~active", (SEMINMF,), "many_fits"),
     Mutant("tangent/visits.py", "now > torch.minimum(reached, before)", "now > before", (SEMINMF,), "together"),
-    Mutant("tangent/visits.py", "(SURE * worth).clamp_min(1.0)", "1.0", (SEMINMF,), "plateau"),
+    Mutant("tangent/visits.py", "(sure * worth).clamp_min(1.0)", "1.0", (SEMINMF,), "plateau"),
     Mutant(
         "tangent/visits.py",
         "book.copy_(torch.where(active, entry, book))",

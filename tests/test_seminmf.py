@@ -674,3 +674,28 @@ def test_an_earlier_fit_is_gone_on_from_with_momentum():
     assert torch.equal(found.concepts, asked.concepts) and found.iterations < 0.6 * plain.iterations
     cold, plain = (fit_seminmf(rows, 5, centre=False, **options) for options in ({}, {"momentum": 0.0}))
     assert torch.equal(cold.concepts, plain.concepts)
+
+
+def test_much_momentum_from_an_earlier_fit_settles_no_sooner_than_a_descent_does():
+    """What an iteration is worth would grow without bound."""
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(1500, 40, generator=draw).relu() @ torch.randn(40, 64, generator=draw)
+    rows = rows + 0.5 * torch.randn(1500, 64, generator=draw)
+    start = torch.randn(16, 64, generator=draw).double()
+    found, plain = (fit_seminmf(rows, 16, concepts=start, momentum=momentum) for momentum in (1.0, 0.0))
+    assert found.converged and found.iterations > 30 and found.error < plain.error * 1.005, (found, plain)
+
+
+@pytest.mark.parametrize("what", ["equal rows", "a concept of nothing"])
+def test_a_fit_that_is_not_ordinary_does_not_end_the_others(what):
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 400, 12, generator=draw).relu() @ torch.randn(3, 12, 24, generator=draw)
+    if what == "equal rows":
+        rows[1] = 1.0
+    centred = stacked_fits.Centred.of(rows, (torch.arange(200), torch.arange(200, 400)))
+    start = stacked_fits.kmeans_starts(centred, 5, 0)
+    if what == "a concept of nothing":
+        start[2:4, 3] = 0
+    found = stacked_fits.seminmf_fits(centred, start)
+    assert found.ordinary.tolist() == [True, True, False, False, True, True]
+    assert torch.isfinite(found.facts["error"][[0, 1, 4, 5]]).all()
