@@ -485,6 +485,19 @@ def test_sites_without_room_together_are_left_to_be_measured_alone(when, error, 
         Stacked.begin(views, DEFAULT_MEASURES, GRADIENT_MEASURES, norm_of_squares)
 
 
+@pytest.mark.parametrize("n", [700, 3100])
+def test_entries_whose_squares_overflow_are_left_to_the_plain_measure(n, recwarn):
+    """And give no index beyond the rows, which a GPU would not survive; other sites are searched together as ever."""
+    rows = draw(2 * n, 9).view(2, n, 9)
+    huge = torch.stack([rows[0], rows[1].index_fill(0, torch.tensor([3]), 1e30)])
+    found, alone = begin(huge, ["two_nn"])(), begin(rows, ["two_nn"])()
+    assert found[1] is None and not [one for one in recwarn if "one by one" in str(one.message)]
+    same(found[0]["two_nn"], alone[0]["two_nn"], 1e-12, "two_nn")
+    for again in (huge, huge[1:]):
+        near = mended(again, 2, [search(one, 2, 1.0) for one in again])
+        assert all(int(one.indices.max()) < n for one in near)
+
+
 def test_rows_on_tensor_cores_are_multiplied_in_two_parts():
     rows = draw(900, 30) * torch.logspace(-3, 0, 30)
     high, low = two_parts(rows)

@@ -64,7 +64,7 @@ def search(
         with on_tensor_cores(in_parts and rows.device.type == "cuda"):
             bound = torch.addmm(size[None, :], left[part], right.T, alpha=-2)
         bound.scatter_(1, part[:, None], torch.inf)
-        value, near = _least(bound, take)
+        value, near = _least(bound, take, n)
         value = value[:, -1] + size[part]
         d2, here = _measured(rows, part, near, k, scale)
         limit = d2[:, -1]
@@ -175,7 +175,7 @@ def _searched_again(
         bound = torch.baddbmm(free[:, None], own, wide.mT, alpha=-2)
         bound.scatter_(2, part[:, :, None], torch.inf)
         bound = torch.nn.functional.pad(bound, (0, -n % GROUP), value=torch.inf)
-        value, near = _least(bound.flatten(0, 1), take)
+        value, near = _least(bound.flatten(0, 1), take, n)
         value = value[:, -1] + size.gather(1, part).flatten()
         at = (part + first).flatten()
         d2, here = _measured(table, at, near + first.expand_as(part).reshape(-1, 1), k, 1.0)
@@ -199,16 +199,21 @@ def _prepared(
     return whole, size
 
 
-def _least(bound: Float[Tensor, "m p"], take: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
-    """The ``take`` smallest of each row, ascending, and where: they lie in the ``take`` groups of smallest minimum."""
+def _least(bound: Float[Tensor, "m p"], take: int, n: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
+    """The ``take`` smallest of each row, ascending, and where: they lie in the ``take`` groups of smallest minimum.
+
+    Where squares overflow, what fills up the last group is as near as any of the ``n`` columns before it. Nothing is
+    certain there; but an index beyond them would end a process on a GPU, so none is given.
+    """
     m, columns = bound.shape
     groups = bound.view(m, columns // GROUP, GROUP)
     if groups.shape[1] <= 2 * take:
-        return _smallest(bound, take)
+        value, at = _smallest(bound, take)
+        return value, at.clamp_max(n - 1)
     near = _smallest(groups.amin(dim=2), take)[1]
     some = groups.gather(1, near[:, :, None].expand(-1, -1, GROUP)).flatten(1)
     value, at = _smallest(some, take)
-    return value, near.gather(1, at // GROUP) * GROUP + at % GROUP
+    return value, (near.gather(1, at // GROUP) * GROUP + at % GROUP).clamp_max_(n - 1)
 
 
 def _smallest(values: Float[Tensor, "m c"], take: int) -> tuple[Float[Tensor, "m t"], Int[Tensor, "m t"]]:
