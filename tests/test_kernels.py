@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import answers
 import pytest
 import torch
 
@@ -33,16 +34,8 @@ def interpreter():
     """A process for all scripts, which need as long for their imports as for most cases. It ends with the tests."""
     command = [sys.executable, str(HERE / "interpreted.py")]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as the tests themselves have
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=one_thread)
+    process, ask = answers.begun(command, env=one_thread)
     atexit.register(process.communicate)
-
-    def ask(*words):
-        process.stdin.write(json.dumps(words) + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-        assert answer, "the process of interpreted kernels died"
-        return json.loads(answer)
-
     return ask
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 
+import answers
 import pytest
 
 KILLS = 200
@@ -118,17 +119,7 @@ ARGUMENTS = json.dumps([CELLS, STEPS])
 
 @pytest.fixture
 def nursery():
-    process = subprocess.Popen(
-        [sys.executable, "-c", NURSERY, ARGUMENTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-    def order(*words):
-        process.stdin.write(json.dumps(words) + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-        assert answer, "the nursery died of the last order"
-        return json.loads(answer)
-
+    process, order = answers.begun([sys.executable, "-c", NURSERY, ARGUMENTS])
     yield order
     process.stdin.close()
     process.stdout.close()

@@ -194,7 +194,8 @@ class _Ritz:
         small = columns.mT @ images
         # What is not finite would end the decomposition of all of them.
         good = torch.linalg.vector_norm(small, dim=(1, 2)) < torch.inf
-        values, vectors = small_eigh(torch.where(good[:, None, None], torch.lerp(small, small.mT, 0.5), _eye(small)))
+        eye = _eye(small.shape[1], small.dtype, small.device)
+        values, vectors = small_eigh(torch.where(good[:, None, None], torch.lerp(small, small.mT, 0.5), eye))
         values, vectors = values.flip(1), vectors.flip(2)
         columns = columns @ vectors
         left = torch.linalg.vector_norm(torch.addcmul(images @ vectors, columns, values[:, None], value=-1), dim=1)
@@ -216,12 +217,8 @@ def _edge(warm: int) -> int:
     return BLOCK - 1 - (FRESH if warm else 0)
 
 
-def _eye(like: Float[Tensor, "m b b"]) -> Float[Tensor, "b b"]:
-    return _held_eye(like.shape[1], like.dtype, like.device)
-
-
 @functools.lru_cache(maxsize=8)
-def _held_eye(width: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "b b"]:
+def _eye(width: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "b b"]:
     """Nobody writes into it."""
     return torch.eye(width, dtype=dtype, device=device)
 
@@ -243,8 +240,7 @@ def planned(
     near = torch.empty_like(half, dtype=torch.bool)
     kernels_of("factors").plan_filter[(many,)](
         values, residuals, locked, weights, half, degree, near, LOCKED, NEAR, math.log(2 * GROWTH), 1 if warm else LOW,
-        most, _edge(warm), warm,
-               K=width, P=1 << (width - 1).bit_length(),
+        most, _edge(warm), warm, K=width, P=1 << (width - 1).bit_length(),
     )  # fmt: skip
     return locked, weights, half, degree, near
 
