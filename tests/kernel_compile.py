@@ -7,6 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from anisoscope.kernels import (
+    band,
     codes,
     controls,
     factors,
@@ -16,14 +17,13 @@ from anisoscope.kernels import (
     pairs,
     rows,
     shifted,
-    tridiagonal,
     types,
     visits,
 )
 
 TARGET = GPUTarget("cuda", 90, 32)
 BUILT = set()
-PARTS = {"sorted_in"}  # called by kernels of two modules
+PARTS = {"sorted_in", "arrive", "wait", "reflection"}  # called by kernels of other modules
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
             "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws")  # fmt: skip
 STRIDES = {"site_stride": "i64", "row_stride": "i32"}
@@ -35,33 +35,20 @@ CELLS |= dict.fromkeys(("row_site", "row_stride", "out_site", "out_cell"), "i64"
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
 PACE = {"GROW": 1.2, "SHRINK": 1.2, "GROW_LIMIT": 1.01, "SURE": 0.8}
 TRIDIAGONAL = {
-    tridiagonal.reduce_panel: {
-        "PP": 16,
-        "K": tridiagonal.PANEL,
-        "B": 32,
-        "PARTS": 8,
-        "R": 4,
-        "C": 1024,
-        "H": 4,
-        "L": 64,
-        "STAGES": 3,
-    },
+    band.factor_panel: {"PP": 32, "K": 32, "R": 128, "W": 64},
     shifted.bisect: {"HALVINGS": 55, "G": shifted.GROUP, "B": 64},
-    shifted.factor_shifted: {"N": 36, "B": 64},
-    shifted.sum_forms: {"N": 36, "B": 128},
-    shifted.twisted_vector: {"B": 256},
 }
 
 
 def wide(kernel):
     """Types where all is float64 but for a counter and the rows."""
-    other = {"counter": "*i32", "rows": "*fp32"} | dict.fromkeys((*INTEGERS, "first", "met", "S", "P"), "i32")
+    other = {"counter": "*i32", "rows": "*fp32"} | dict.fromkeys((*INTEGERS, "first", "S", "P"), "i32")
     return {name: other.get(name, "*fp64") for name in kernel.arg_names}
 
 
 def kernels():
     """Names of all kernels that are launched; what begins with an underscore is part of others."""
-    modules = (codes, controls, factors, grams, jacobi, nearest, pairs, rows, shifted, tridiagonal, types, visits)
+    modules = (band, codes, controls, factors, grams, jacobi, nearest, pairs, rows, shifted, types, visits)
     every = [one for module in modules for one in vars(module).values() if isinstance(one, triton.JITFunction)]
     return {one.fn.__name__ for one in every if not one.fn.__name__.startswith("_")} - PARTS
 
@@ -216,11 +203,8 @@ def main():
         ),
     }
     found |= {kernel.__name__: compiled(kernel, sizes, **wide(kernel)) for kernel, sizes in TRIDIAGONAL.items()}
-    found["reduce_panel, narrow"] = compiled(
-        tridiagonal.reduce_panel,
-        TRIDIAGONAL[tridiagonal.reduce_panel] | {"C": 512, "STAGES": 1},
-        **wide(tridiagonal.reduce_panel),
-    )
+    sizes = TRIDIAGONAL[band.factor_panel] | {"R": 256}
+    found["factor_panel of 256"] = compiled(band.factor_panel, sizes, 8, **wide(band.factor_panel))
     print(json.dumps({"shared": found, "forgotten": sorted(kernels() - BUILT)}))
 
 

@@ -42,7 +42,7 @@ PROFILE, SWEEP, STORE = "tests/test_profile.py", "tests/test_sweep.py", "tests/t
 TERMS, ZIPF, PROBES = "tests/test_regularizers.py", "tests/test_interventions.py", "tests/test_quality.py"
 THEORY, RECOVERY, PAIRS = "tests/test_theory.py", "tests/test_theory_recovery.py", "tests/test_quality_report.py"
 CAUSAL, KERNELS, STACKED = "tests/test_causal_report.py", "tests/test_kernels.py", "tests/test_stacked.py"
-LEADING, TRIDIAGONAL = "tests/test_leading.py", "tests/test_tridiagonal.py"
+LEADING, TRIDIAGONAL, BANDED = "tests/test_leading.py", "tests/test_tridiagonal.py", "tests/test_banded.py"
 JACOBI, GRAMS = "tests/test_small_eigh.py", "tests/test_grams.py"
 WAITS, TYPES = "tests/test_waits.py", "tests/test_type_kernel.py"
 SHARING = "tests/test_stacked_sharing.py"
@@ -279,7 +279,7 @@ MUTANTS = [
     ),
     Mutant("kernels/rows.py", "sums += one * tl.load(right", "sums += tl.load(right", (KERNELS,), "visits"),
     Mutant("measures/stacked_sums.py", "torch.maximum(sums.most, -sums.least)", "sums.most", (KERNELS,), "visits"),
-    Mutant("measures/tridiagonal.py", "(small.mT @ vectors)", "(small @ vectors)", (TRIDIAGONAL,), "library"),
+    Mutant("measures/banded.py", "(small.mT @ vectors)", "(small @ vectors)", (BANDED,), "plain"),
     Mutant("kernels/rows.py", "tl.where(values == 0.0, 0.0, values)", "values", (KERNELS,), "copies"),
     Mutant(
         "kernels/rows.py",
@@ -363,7 +363,7 @@ MUTANTS = [
     ),
     Mutant("tangent/stacked_fits.py", "rows[:, half, len(at) :] = 0", "pass", (STACKED,)),
     Mutant("measures/leading.py", "self.earlier[:, :rank].sum(dim=1) <=", "captured <=", (LEADING,)),
-    Mutant("measures/tridiagonal.py", "tile_of(stride - first, shared)", "tile_of(16, shared)", (TRIDIAGONAL,)),
+    Mutant("measures/banded.py", "vectors, alpha=-0.5", "vectors, alpha=-0.4", (BANDED,)),
     Mutant("stats/moments.py", "exponent.clamp_min(15) - 14", "exponent.clamp_min(15) - 10", (GRAMS,)),
     Mutant("kernels/types.py", "tl.sqrt(size / (size - 1))", "1.0", (TYPES,)),
     Mutant("tangent/stacked.py", "bases.flip(2).unbind(dim=2)", "bases.unbind(dim=2)", (STACKED,)),
@@ -394,14 +394,11 @@ MUTANTS = [
     Mutant("measures/stacked_spectra.py", "(a[:, None] + b[:, None]", "(a[:, None] - b[:, None]", (STACKED,)),
     Mutant("measures/stacked_spectra.py", "self.vectors[:, :, -1:]", "self.vectors[:, :, :1]", (STACKED,)),
     Mutant("measures/tridiagonal.py", "MARGIN = 3.3", "MARGIN = 1.0", (TRIDIAGONAL,)),
-    Mutant("kernels/tridiagonal.py", "-0.5 * tau * tau", "-0.5 * tau", (TRIDIAGONAL,)),
-    Mutant("kernels/tridiagonal.py", "part // H * C  #", "part // H * (C + 1)  #", (TRIDIAGONAL,)),
-    Mutant("kernels/tridiagonal.py", "tl.where(c < block * R, tl", "tl.where(c < block * R + R, tl", (TRIDIAGONAL,)),
-    Mutant("kernels/tridiagonal.py", "start // C * H + tl.arange", "tl.arange", (TRIDIAGONAL,)),
-    Mutant("kernels/tridiagonal.py", "square += tail * tail", "square = tail * tail", (TRIDIAGONAL,)),
-    Mutant("kernels/tridiagonal.py", "last_v += one_v", "last_v = one_v", (TRIDIAGONAL,)),
-    Mutant("kernels/tridiagonal.py", "all_v += tile_v", "all_v = tile_v", (TRIDIAGONAL,)),
-    Mutant("kernels/tridiagonal.py", "below += tl.where", "below = tl.where", (TRIDIAGONAL,)),
+    Mutant("kernels/band.py", "(j % 2) * (PP + 1) * K", "0", (BANDED,), "widths"),
+    Mutant("kernels/band.py", "tl.where(k < j, along, 0.0)", "tl.where(k <= j, along, 0.0)", (BANDED,)),
+    Mutant("kernels/band.py", "tl.where(k > j, tau", "tl.where(k >= j, tau", (BANDED,)),
+    Mutant("kernels/band.py", "(i <= j) & (i < n)", "i < j", (BANDED,)),
+    Mutant("kernels/meeting.py", "tl.where(alpha > 0, -size, size)", "size", (BANDED,)),
     Mutant("tangent/stacked_controls.py", "[:, count, None].double()", "[:, 0, None].double()", (KERNEL_CONTROLS,)),
     Mutant("measures/row_kernels.py", "_built.add((rows.device, n, width))", "pass", (KERNELS,), "copies_are_marked"),
     Mutant("kernels/factors.py", "(1 / tl.sqrt(pivots))", "pivots", (KERNELS,), "triangular"),

@@ -1,7 +1,7 @@
 """Spectra of many covariances begun now and waited for later: eigenvalues, and what error bars ask of the vectors.
 
-By tridiagonal forms where these serve, which have no vectors; by a decomposition elsewhere. Letters: S sites, M rows,
-D the width.
+By band and tridiagonal forms where these serve, which have no vectors; by a decomposition elsewhere. Letters: S sites,
+M rows, D the width.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anisoscope.measures import tridiagonal
+from anisoscope.measures import band_forms, tridiagonal
+from anisoscope.measures.banded import Banded, banded
+from anisoscope.measures.chased import chased
 from anisoscope.measures.later import beside, better_on_host, eigh_later, rejoined, side_stream
 
 
@@ -45,11 +47,11 @@ def begin_spectra(matrices: Float[Tensor, "s d d"]) -> Callable[[], Spectra]:
         return lambda: Decomposed(*later())
     stream, device = side_stream("spectra", matrices), matrices.device
     with beside(stream):
-        form = tridiagonal.reduced(matrices)
-        values = tridiagonal.eigenvalues(form.diagonal, form.off)
+        form = banded(matrices)
+        values = tridiagonal.eigenvalues(*chased(form.band))
 
     def finish() -> Spectra:
-        rejoined(stream, device, (values, form.diagonal, form.off, form.reflectors, form.taus))
+        rejoined(stream, device, (values, form.band, form.reflectors, form.taus))
         return Reduced(values, form)
 
     return finish
@@ -77,16 +79,25 @@ class Decomposed:
 
 @dataclass(frozen=True)
 class Reduced:
-    """From tridiagonal forms."""
+    """From band forms."""
 
     values: Float[Tensor, "s d"]
-    form: tridiagonal.Tridiagonal
+    form: Banded
 
     def along_first(self, rows: Float[Tensor, "s m d"]) -> Float[Tensor, "s m"]:
         """See ``Spectra``."""
-        lead = tridiagonal.leading_vector(self.form, self.values[:, -1])
-        return (rows @ lead[:, :, None].to(rows.dtype))[:, :, 0].double().square()
+        vectors = band_forms.leading_vector(self.form.band, self.values[:, -1])
+        return (rows @ self.form.back(vectors[:, :, None]).to(rows.dtype))[:, :, 0].double().square()
 
     def forms(self, rows: Float[Tensor, "s m d"], a: Float[Tensor, "s"], b: Float[Tensor, "s"]) -> Float[Tensor, "s m"]:
-        """See ``Spectra``."""
-        return self.form.forms(rows, self.values, a, b)
+        """See ``Spectra``.
+
+        Eigenvalues below ``tridiagonal.floor`` count as zero. f would be infinite there; here it stays near what it is
+        at the least eigenvalue that counts (about ``2 e^MARGIN`` times it at most), times the squares of what rows have
+        in such a direction. Rows from which it was projected out have the rounding of float32 there, which is nothing;
+        of rows that reach into it the result means little.
+        """
+        shifts, weights = tridiagonal.poles(self.values, a, b)
+        turned = torch.bmm(self.form.q.to(rows.dtype).mT, rows.mT)  # as the kernels read it
+        least = tridiagonal.EPS * self.values[:, -1].clamp_min(0)
+        return band_forms.forms(self.form.band, turned, shifts, weights, least)
