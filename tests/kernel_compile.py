@@ -1,11 +1,14 @@
 """Every kernel compiled for a GPU of compute capability 9.0, which need not be there. Run by test_kernels.py."""
 
+import importlib
 import json
+import pkgutil
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import anisoscope.kernels
 from anisoscope.kernels import (
     band,
     codes,
@@ -17,6 +20,7 @@ from anisoscope.kernels import (
     pairs,
     rows,
     shifted,
+    solves,
     types,
     visits,
 )
@@ -34,6 +38,8 @@ CELLS = {"bounds": "*i64", "out": "*fp64", "cells": "i32"}
 CELLS |= dict.fromkeys(("row_site", "row_stride", "out_site", "out_cell"), "i64")
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
 PACE = {"GROW": 1.2, "SHRINK": 1.2, "GROW_LIMIT": 1.01, "SURE": 0.8}
+BAND = {"K": 32}
+BANDS = dict.fromkeys(("band", "shifts", "weights", "least"), "*fp64") | dict.fromkeys(("N", "quads"), "i32")
 TRIDIAGONAL = {
     band.factor_panel: {"PP": 32, "K": 32, "R": 128, "W": 64},
     shifted.bisect: {"HALVINGS": 55, "G": shifted.GROUP, "B": 64},
@@ -48,7 +54,8 @@ def wide(kernel):
 
 def kernels():
     """Names of all kernels that are launched; what begins with an underscore is part of others."""
-    modules = (band, codes, controls, factors, grams, jacobi, nearest, pairs, rows, shifted, types, visits)
+    names = [one.name for one in pkgutil.iter_modules(anisoscope.kernels.__path__)]
+    modules = [importlib.import_module(f"anisoscope.kernels.{name}") for name in names]
     every = [one for module in modules for one in vars(module).values() if isinstance(one, triton.JITFunction)]
     return {one.fn.__name__ for one in every if not one.fn.__name__.startswith("_")} - PARTS
 
@@ -190,6 +197,10 @@ def main():
             places="*i32",
             many="i32",
         ),
+        "factor_bands": compiled(solves.factor_bands, BAND | {"WIDE": False}, 1, **BANDS),
+        "factor_bands, wide": compiled(solves.factor_bands, BAND | {"WIDE": True}, 1, **BANDS | {"out": "*fp64"}),
+        "sum_band_forms": compiled(solves.sum_band_forms, BAND | {"R": 128}, 8, **BANDS),
+        "solve_bands": compiled(solves.solve_bands, BAND, factors="*fp64", vectors="*fp64", times="i32"),
         "keep_least": compiled(nearest.keep_least, lists, groups="*i32"),
         "measure_nearest": compiled(
             nearest.measure_nearest,

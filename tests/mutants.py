@@ -45,7 +45,7 @@ CAUSAL, KERNELS, STACKED = "tests/test_causal_report.py", "tests/test_kernels.py
 LEADING, TRIDIAGONAL, BANDED = "tests/test_leading.py", "tests/test_tridiagonal.py", "tests/test_banded.py"
 JACOBI, GRAMS = "tests/test_small_eigh.py", "tests/test_grams.py"
 WAITS, TYPES = "tests/test_waits.py", "tests/test_type_kernel.py"
-SHARING = "tests/test_stacked_sharing.py"
+SHARING, BANDS = "tests/test_stacked_sharing.py", "tests/test_band_forms.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
     Mutant(A, "(float(total @ total) - n) / (n * (n - 1))", "float(total @ total) / n**2", (ORACLES,)),
@@ -393,6 +393,8 @@ MUTANTS = [
     Mutant("measures/stacked.py", "2 * entropy - held.log()", "entropy - held.log()", (STACKED,)),
     Mutant("measures/stacked_spectra.py", "(a[:, None] + b[:, None]", "(a[:, None] - b[:, None]", (STACKED,)),
     Mutant("measures/stacked_spectra.py", "self.vectors[:, :, -1:]", "self.vectors[:, :, :1]", (STACKED,)),
+    Mutant("measures/tridiagonal.py", "STEP = 0.59", "STEP = 0.72", (TRIDIAGONAL,), "rational"),
+    Mutant("measures/tridiagonal.py", "STEP = 0.59", "STEP = 0.1", (TRIDIAGONAL,), "rational"),
     Mutant("measures/tridiagonal.py", "MARGIN = 3.3", "MARGIN = 1.0", (TRIDIAGONAL,)),
     Mutant("kernels/band.py", "(j % 2) * (PP + 1) * K", "0", (BANDED,), "widths"),
     Mutant("kernels/band.py", "tl.where(k < j, along, 0.0)", "tl.where(k <= j, along, 0.0)", (BANDED,)),
@@ -401,6 +403,13 @@ MUTANTS = [
     Mutant("kernels/meeting.py", "tl.where(alpha > 0, -size, size)", "size", (BANDED,)),
     Mutant("tangent/stacked_controls.py", "[:, count, None].double()", "[:, 0, None].double()", (KERNEL_CONTROLS,)),
     Mutant("measures/row_kernels.py", "_built.add((rows.device, n, width))", "pass", (KERNELS,), "copies_are_marked"),
+    Mutant("kernels/solves.py", "tl.where(pivot < small, small, pivot)", "pivot", (BANDS,), "kernels or pivot"),
+    Mutant("kernels/solves.py", "- _times(m12, tl.trans(m12))", "", (BANDS,), "kernels"),
+    Mutant("kernels/solves.py", "tl.where(j < D, shift, 1.0)", "0.0", (BANDS,), "kernels"),
+    Mutant("kernels/solves.py", "_rounded((x - high.to(tl.float64)).to(tl.float32))", "0 * high", (BANDS,), "kernels"),
+    Mutant("kernels/solves.py", "z - z_high, high, found", "0 * z, high, found", (BANDS,), "kernels"),
+    Mutant("kernels/solves.py", "tl.maximum(k - 1, 0)", "tl.maximum(k - 2, 0)", (BANDS,), "kernels"),
+    Mutant("measures/band_forms.py", "ABOVE = 64", "ABOVE = 0", (BANDS,), "kernels"),
     Mutant("kernels/factors.py", "(1 / tl.sqrt(pivots))", "pivots", (KERNELS,), "triangular"),
     Mutant("kernels/factors.py", "tl.where(pivot > limit, 1, 0)", "1", (KERNELS,), "triangular"),
     Mutant("kernels/jacobi.py", "0.5 + 0.375 * error", "0.5", (JACOBI,), "eigenpairs"),

@@ -225,6 +225,28 @@ def test_spectra_of_many_sites_are_those_of_each(monkeypatch):
         assert all(map(torch.equal, found, chased(form.band))), width
 
 
+def test_forms_and_leading_vectors_of_band_matrices():
+    """Blocks that the last one does not fill, one block alone, rows that do not fill a tile."""
+    from band_cases import banded, kept, leading_errors, rational
+
+    from anisoscope.measures.band_forms import forms, leading_vector
+
+    draw = torch.Generator().manual_seed(0)
+    for width, n in ((20, 7), (96, 129), (333, 1001)):
+        lam = torch.logspace(0, -10, width, dtype=torch.float64)
+        full, vectors = banded(lam, 32)
+        rows = torch.randn(n, width, generator=draw, dtype=torch.float64) * lam.sqrt()
+        rows = (vectors @ rows.T).float()[None]
+        shifts, weights, f = rational(lam, 36)
+        band, least = kept(full[None], 32), torch.full((1,), 2e-16, dtype=torch.float64)
+        found = forms(*(one.cuda() for one in (band, rows, shifts, weights, least))).cpu()
+        truth = ((vectors.T @ rows.double()).square() * f[:, None]).sum(dim=1)
+        torch.testing.assert_close(found, truth, rtol=1e-5, atol=0)
+        top = lam[:1]
+        lead = leading_vector(band.cuda(), top.cuda()).cpu()
+        assert leading_errors(full[None], top, lead)[0] < 1e-14, width
+
+
 def test_products_of_wide_rows_by_cell():
     from anisoscope.stats.moments import cell_grams, grams, in_parts
 

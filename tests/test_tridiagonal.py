@@ -62,6 +62,7 @@ def test_the_rational_sum_over_the_whole_spectrum(digits, scale):
     one, none = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     for a, b in ((one, none), (none, one), (2 * one, -0.3 * one)):
         shifts, weights = poles(values, a, b)
+        assert int((weights != 0).sum()) <= 14 + 2 * digits, "no more than the spectrum needs"
         found = (weights[:, None] / (values[:, :, None] + shifts[:, None])).sum(dim=2)
         truth = (a + b * values.log()) / values.sqrt()
         size = (a.abs() + b.abs() * values.log().abs().clamp_min(1)) / values.sqrt()

@@ -145,7 +145,7 @@ def _added(found, z, place, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["quads", "D", "N"])
-def sum_forms(rows, factors, weights, out, quads, D, N, K: tl.constexpr, R: tl.constexpr):
+def sum_band_forms(rows, factors, weights, out, quads, D, N, K: tl.constexpr, R: tl.constexpr):
     """``y^T (B + shift)^-1 y`` for rows y and N shifts, ``[matrices, N, 4 quads]``; zero where a shift has no weight.
 
     ``rows`` are ``[matrices, D, 4 quads]``: neighbours in memory are entries of different rows. ``factors`` are those

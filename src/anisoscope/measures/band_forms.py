@@ -13,7 +13,7 @@ from torch import Tensor
 from anisoscope.kernels import kernels_of, on_its_device
 from anisoscope.measures.banded import dense
 
-FORM_ROWS, FORM_WARPS = 128, 8  # of a program of ``sum_forms``
+FORM_ROWS, FORM_WARPS = 128, 8  # of a program of ``sum_band_forms``
 SCRATCH_BYTES = 1 << 30  # for the factors of as many matrices as have room there, one at least
 ABOVE = 64  # roundings by which a given eigenvalue may be too low: shifted by more, the matrix is definite
 SOLVES = 3  # of inverse iteration: one has a residual of some roundings already, unless its start is unlucky
@@ -61,7 +61,7 @@ def _forms_of_some(
         band, shifts, weights, least, factors, width, count, K=half, WIDE=False, num_warps=1
     )
     out = rows.new_empty(many, count, n)
-    kernels.sum_forms[(-(-n // FORM_ROWS), count, many)](
+    kernels.sum_band_forms[(-(-n // FORM_ROWS), count, many)](
         rows, factors, weights, out, n // 4, width, count, K=half, R=FORM_ROWS, num_warps=FORM_WARPS
     )
     return (weights[:, :, None] * out).sum(dim=1)
@@ -114,10 +114,10 @@ def _plain_forms(
     full = dense(band)
     values, vectors = torch.linalg.eigh(torch.nan_to_num(full))
     shifted = torch.maximum(values[:, :, None] + shifts[:, None], least[:, None, None])
-    f = (weights[:, None] / shifted).sum(dim=2) + 0 * full.sum(dim=2)
+    f = (weights[:, None] / shifted).sum(dim=2) + 0 * full.sum(dim=(1, 2))[:, None]
     return torch.einsum("md,mdn->mn", f, (vectors.mT @ turned.to(values.dtype)).square())
 
 
 def _plain_leading(band: Float[Tensor, "m d w"]) -> Float[Tensor, "m d"]:
     full = dense(band)
-    return torch.linalg.eigh(torch.nan_to_num(full)).eigenvectors[:, :, -1] + 0 * full.sum(dim=2)
+    return torch.linalg.eigh(torch.nan_to_num(full)).eigenvectors[:, :, -1] + 0 * full.sum(dim=(1, 2))[:, None]

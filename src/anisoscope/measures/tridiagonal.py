@@ -25,6 +25,7 @@ NEGLIGIBLE = 1e-34  # squares beside the diagonal, relative to the squared norm:
 VALUES = 64  # eigenvalues that a program of one warp looks for
 
 POLE_COUNT = 36
+STEP = 0.59  # between poles, in log sigma: so many reach over twelve digits
 MARGIN = 3.3  # of the poles beyond the spectrum, in log sigma; what is cut off is the fifth power of e^-MARGIN
 
 EPS = torch.finfo(torch.float64).eps
@@ -76,34 +77,33 @@ def poles(
     """Shifts t and weights w such that ``(a + b log l) / sqrt(l)`` is the sum of ``w / (l + t)``, over the spectrum.
 
     With l = s^2, ``1 / s`` is 2/pi times the integral of ``e^u / (l + e^2u)`` over all u, and ``log(l) / s`` that of
-    ``2u e^u / (l + e^2u)``. The trapezoid rule converges geometrically. Its nodes end ``MARGIN`` beyond the spectrum;
-    all of the rest goes to the two outermost nodes of either side, which match its first two moments.
+    ``2u e^u / (l + e^2u)``. The trapezoid rule converges geometrically. Its nodes end ``MARGIN`` beyond the spectrum,
+    no more than ``STEP`` apart as long as there are enough: those that a narrower spectrum leaves over have no weight.
+    All of the rest goes to the two outermost nodes of either side, which match its first two moments.
     """
     counting = torch.where(values > floor(values)[:, None], values, torch.inf).amin(dim=1)
     largest = values[:, -1]
     middle = (counting.log() + largest.log()) / 4  # of log s: u runs about it, so that it is negative at one end only
     half = (largest.log() - counting.log()) / 4 + MARGIN
+    steps = (2 * half / STEP).ceil().clamp(max=POLE_COUNT - 1)
+    step = 2 * half / steps
     k = torch.arange(POLE_COUNT, dtype=values.dtype, device=values.device)
-    step = 2 * half / (POLE_COUNT - 1)
-    u = -half[:, None] + k * step[:, None]
+    u = torch.minimum(k * step[:, None] - half[:, None], half[:, None])
     constant, slope = (a + 2 * b * middle)[:, None], (2 * b)[:, None]
-    weights = (constant + slope * u) * u.exp()
-    ends = []
+    weights = torch.where(k <= steps[:, None], (constant + slope * u) * u.exp(), 0.0)
+    last = torch.nan_to_num(steps, nan=1.0).long()[:, None]
     for sign in (-1, 1):  # moments of t below, of 1/t above: t = e^2u
         beyond = sign * (half[:, None] + torch.arange(1, 129, dtype=u.dtype, device=u.device) * step[:, None])
         w = (constant + slope * beyond) * beyond.exp()
-        if sign < 0:
-            t = (2 * u[:, :2]).exp()
-            zeroth, first = w.sum(dim=1), (w * (2 * beyond).exp()).sum(dim=1)
-            far = (first - zeroth * t[:, 0]) / (t[:, 1] - t[:, 0])
-            ends.append(torch.stack([zeroth - far, far], dim=1))
-        else:
-            t = (-2 * u[:, -2:]).exp()  # inverse
-            w = w * (-2 * beyond).exp()
-            zeroth, first = w.sum(dim=1), (w * (-2 * beyond).exp()).sum(dim=1)
-            near = (first - zeroth * t[:, 1]) / (t[:, 0] - t[:, 1])
-            ends.append(torch.stack([near, zeroth - near], dim=1) / t)
-    weights = torch.cat([weights[:, :2] + ends[0], weights[:, 2:-2], weights[:, -2:] + ends[1]], dim=1)
+        # The outermost node and the one before it.
+        at = torch.cat([last, last - 1] if sign > 0 else [last * 0, last * 0 + 1], dim=1)
+        t, others = (-2 * sign * u.gather(1, at)).exp(), (-2 * sign * beyond).exp()
+        if sign > 0:
+            w = w * others
+        zeroth, first = w.sum(dim=1), (w * others).sum(dim=1)
+        before = (first - zeroth * t[:, 0]) / (t[:, 1] - t[:, 0])
+        ends = torch.stack([zeroth - before, before], dim=1)
+        weights = weights.scatter_add(1, at, ends / t if sign > 0 else ends)
     weights = weights * (step * 2 / math.pi)[:, None] * middle.exp()[:, None]
     return (2 * (u + middle[:, None])).exp(), weights
 
