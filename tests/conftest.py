@@ -32,8 +32,8 @@ FEW = [0, 42]
 DEAR = (
     "calibration", "theory_recovery", "watching", "monitor", "train_command", "kernels", "stacked", "invariances",
     "theory", "regularizers", "seminmf", "oracles", "cli", "store_kill", "tangent_calibration", "train",
-    "theory_learning", "hostile", "sites", "quality_report", "interventions", "quality", "tridiagonal", "band_forms", "banded",
-    "stacked_controls", "small_eigh", "grams", "truths", "states", "type_kernel",
+    "theory_learning", "hostile", "sites", "quality_report", "interventions", "quality", "tridiagonal", "band_forms",
+    "banded", "stacked_controls", "small_eigh", "grams", "truths", "states", "type_kernel",
 )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def neighbours(rows, k, cells, again=4):
 def again():
     """Rows in doubt, of two heaps by lists that are too short, and where more than two of the nearest must be in one
     group; of some of them, or all, all bounds are looked at then."""
-    neighbors_fused.SPARE = 0
+    neighbors_fused.SPARE, neighbors_fused.DOUBT_ROWS = 0, 64
     row_kernels.SUMMED = 64  # two sums, of rows of 100
     heaps = 0.12 * draw(200, 100) + torch.where(torch.arange(200) % 2 == 0, 1.0, -1.0)[:, None]
     found = {}
@@ -64,11 +64,13 @@ def groups():
 
 
 def hidden_by_rounding():
-    """A row whose nearest is rounded away from it, among others that half precision holds exactly and farther off."""
+    """Two rows whose nearest is hidden from them, among others that half precision holds exactly and farther off: one
+    is rounded to where the row itself stands, the other away from it, and a farther row towards it."""
     rows = torch.ones(120, 64)
     at = draw(120, 64).argsort(dim=1)[:, :16]
     rows.scatter_add_(1, at, 2.0**-7 * draw(120, 16, seed=1).sign())
     rows[0], rows[1] = 1.0, 1 + 0.49 * 2.0**-10
+    rows[2:5] = 1.25 + 2.0**-10 * torch.tensor([0.49, 100.51, -100])[:, None]
     return torch.cat([rows, -rows])  # a mean of zero, so that rows are rounded as they stand here
 
 

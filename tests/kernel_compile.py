@@ -27,13 +27,17 @@ from anisoscope.kernels import (
 
 TARGET = GPUTarget("cuda", 90, 32)
 BUILT = set()
-PARTS = {"sorted_in", "arrive", "wait", "reflection"}  # called by kernels of other modules
+PARTS = {"arrive", "far_at_least", "measured", "reflection", "sorted_in", "wait"}  # called by several kernels
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
             "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws")  # fmt: skip
 STRIDES = {"site_stride": "i64", "row_stride": "i32"}
 COLUMNS = {"share": "i32", "weights": "*fp64", "total": "*fp64", "most": "*fp32", **STRIDES}
 AGAIN = {"places": "*i64", "own": "*i64", "left_out": "*i1", "least": "*fp64", "where": "*i32", "many": "i32"}
 CENTRED = STRIDES | {"out_stride": "i64", "lengths": "*fp64", "about": "*fp64", "cell": "*i64", "place": "*i64"}
+KEPT = dict.fromkeys(("kept", "kept_fine", "floor"), "fp32")
+BOUNDS = {"lengths": "*fp64", "worst": "*fp64", "scale": "fp32", "floor": "fp32"}
+RUNS = dict.fromkeys(("order", "back"), "*i64") | dict.fromkeys(("strides", "runs"), "*i32")
+DOUBT = {"own": "*i32", "count": "*i32", "many": "i32"}
 CELLS = {"bounds": "*i64", "out": "*fp64", "cells": "i32"}
 CELLS |= dict.fromkeys(("row_site", "row_stride", "out_site", "out_cell"), "i64")
 DOUBLES = ("gram", "inverse", "free", "mean", "factor", "squares", "lost")
@@ -133,24 +137,19 @@ def main():
         "codes_of_rows": compiled(rows.codes_of_rows, tile, weights="*i64", out="*i64"),
         "copies_among": compiled(rows.copies_among, tile, codes="*i64", order="*i64", copy="*i1", clash="*i1"),
         "row_dots": compiled(rows.row_dots, tile, out="*fp64"),
-        "in_half": compiled(rows.in_half, tile, order="*i64", half="*fp16"),
+        "in_half": compiled(rows.in_half, tile, order="*i64", half="*fp16", lengths="*fp64", **KEPT),
         "nearest_within": compiled(
-            rows.nearest_within,
-            {"W": 128, "T": rows.CANDIDATES, "R": 64, "C": 128, "K": 64},
-            half="*fp16",
-            back="*i64",
+            rows.nearest_within, {"W": 128, "T": 16, "R": 64, "C": 128, "K": 64}, half="*fp16", **RUNS
+        ),
+        "measure_within": compiled(
+            rows.measure_within,
+            {"T": 16, "G": 128, "R": 4, "K": 128, "C": 16, "MEND": 128},
             out="*fp64",
-            sure="*i1",
-            order="*i64",
-            strides="*i32",
-            lengths="*i32",
+            **RUNS | BOUNDS,
         ),
         "column_sums": compiled(rows.column_sums, tile | {"WEIGHTED": True}, **COLUMNS),
         "centre_rows": compiled(rows.centre_rows, tile | {"PLACED": False}, out="*fp64", **CENTRED),
         "centre_rows by cell": compiled(rows.centre_rows, tile | {"PLACED": True}, **CENTRED),
-        "mend_within": compiled(
-            rows.mend_within, {"C": 64, "K": 32}, out="*fp64", sure="*i1", order="*i64", strides="*i32", lengths="*i32"
-        ),
         **{
             f"nearest_again, {name}": compiled(
                 rows.nearest_again,
@@ -188,30 +187,35 @@ def main():
         "three_least_of_tiles": compiled(
             nearest.three_least_of_tiles, {"D": 128, "B": nearest.TILE, "K": 64}, rows="*fp16", tiles="*i32"
         ),
+        "rows_in_doubt": compiled(nearest.rows_in_doubt, {"B": 1024}, 8, settled="*i1", **DOUBT),
         "nearest_of_rows": compiled(
             nearest.nearest_of_rows,
-            {"D": 2048, "T": 16, "R": 64, "C": 128, "K": 64, "SUM": 512},
+            {"D": 2048, "T": 16, "R": 32, "C": 128, "K": 64, "SUM": 512},
             rows="*fp16",
-            which="*i64",
-            wanted="*i1",
+            back="*i64",
             places="*i32",
-            many="i32",
+            share="i32",
+            **DOUBT,
         ),
         "factor_bands": compiled(solves.factor_bands, BAND | {"WIDE": False}, 1, **BANDS),
         "factor_bands, wide": compiled(solves.factor_bands, BAND | {"WIDE": True}, 1, **BANDS | {"out": "*fp64"}),
         "sum_band_forms": compiled(solves.sum_band_forms, BAND | {"R": 128}, 8, **BANDS),
         "solve_bands": compiled(solves.solve_bands, BAND, factors="*fp64", vectors="*fp64", times="i32"),
         "keep_least": compiled(nearest.keep_least, lists, groups="*i32"),
-        "measure_nearest": compiled(
-            nearest.measure_nearest,
-            {"R": 4, "T": 16, "K": 128},
-            own="*i64",
-            other="*i64",
-            wanted="*i1",
-            out="*fp64",
-            scale="fp64",
-            **dict.fromkeys(("many", "own_stride", "k"), "i32"),
-        ),
+        **{
+            f"measure_nearest, {name}": compiled(
+                nearest.measure_nearest,
+                {"LISTED": name == "listed", "S": shares, "R": 1, "T": 16 * shares, "K": 256},
+                1,
+                order="*i64",
+                places="*i32",
+                distances="*fp64",
+                indices="*i64",
+                settled="*i1",
+                **DOUBT | BOUNDS | dict.fromkeys(("wide", "k"), "i32"),
+            )
+            for name, shares in (("listed", 16), ("all", 1))
+        },
     }
     found |= {kernel.__name__: compiled(kernel, sizes, **wide(kernel)) for kernel, sizes in TRIDIAGONAL.items()}
     sizes = TRIDIAGONAL[band.factor_panel] | {"R": 256}

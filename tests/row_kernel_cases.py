@@ -42,22 +42,28 @@ def copies():
 
 def halves():
     """Against float64, for rows of a width and number that fill no program."""
+    row_kernels.SUMMED = 64  # three sums, of rows of 192
     rows, order = draw(2, 37, 150) * 5 + 3, torch.randperm(37, generator=torch.Generator().manual_seed(1))
     mean, factor = rows.double().mean(dim=1), torch.tensor([4.0, 8.0], dtype=torch.float64)
-    half, squares, lost = row_kernels.in_half(rows, order, mean, factor, 64, 192)
+    rows[:, 5] = mean.float() + 1e-8 * rows[:, 6]  # next to the mean: too small for whole precision
+    found = row_kernels.in_half(rows, order, mean, factor, 64, 192)
     wide = (rows.double() - mean[:, None])[:, order] * factor[:, None, None]
     near = wide.float().half()
-    worst = ((wide - near).norm(dim=2) / wide.norm(dim=2)).amax(dim=1)
+    length, lost = near.double().norm(dim=2), (wide - near).norm(dim=2)
+    allowed = found.floor + found.worst[:, None] * length
     return {
-        "half": torch.equal(half[:, :37, :150], near),
-        "rest": float(half[:, 37:].abs().max() + half[:, :, 150:].abs().max() + squares[:, 37:].abs().max()),
-        "squares": float((squares[:, :37] / wide.square().sum(dim=2) - 1).abs().max()),
-        "lost": float((lost / worst - 1).abs().max()),
-    }
+        "half": torch.equal(found.half[:, :37, :150], near),
+        "rest": float(found.half[:, 37:].abs().max() + found.half[:, :, 150:].abs().max()),
+        "far": min(float(one[:, 37:].min()) for one in (found.size, found.fine)),
+        "size": [float((one[:, :37] / length.square()).max()) for one in (found.size, found.fine)],
+        "lengths": float((found.lengths[:, order] / length - 1)[length > 0].abs().max()),
+        "lost": [float((allowed - lost).min()), float((lost / allowed).max()), float(found.worst.max())],
+    }  # fmt: skip
 
 
 def within():
     """Runs of rows with copies, with a mean far away, and of a number that fills no program; each site has its own."""
+    row_kernels.BLOCK_COLUMNS = 32  # three groups, of which none is full
     rows = torch.stack([draw(230, 40), draw(230, 40, seed=1) + 300])
     rows[0, 20] = rows[0, 5]
     order = torch.stack([torch.arange(230), torch.randperm(230, generator=torch.Generator().manual_seed(2))])

@@ -127,7 +127,11 @@ def test_copies_are_those_of_whole_rows():
 
 def test_rows_in_half_precision():
     found = run("halves", script="row_kernel_cases.py")
-    assert found["half"] and found["rest"] == 0 and found["squares"] < 1e-14 and found["lost"] < 1e-12, found
+    assert found["half"] and found["rest"] == 0 and found["lengths"] < 1e-14, found
+    assert found["far"] > 7e37, "places without a row are nobody's neighbours"
+    assert max(found["size"]) < 1 and found["size"][0] < found["size"][1], "shrunken, and less where sums are short"
+    below, share, worst = found["lost"]
+    assert below >= 0 and share > 0.99 and worst < 2.0**-11, "no row lost more than is allowed, and one as much"
 
 
 def test_nearest_rows_within_runs():

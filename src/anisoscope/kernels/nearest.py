@@ -17,6 +17,7 @@ TILE = 128
 """Rows and columns of a tile. A row sees its columns as one group, a column its rows; both are numbered alike."""
 PACKED = 2.0**-15
 """How far a stored bound may be from the bound, relative."""
+TILE_ROWS: tl.constexpr = tl.constexpr(TILE)
 FAR = 3e38
 """Stands for "no row here": packing would make NaN of an infinity."""
 
@@ -141,31 +142,47 @@ def keep_least(
 
 
 @triton.jit
+def rows_in_doubt(settled, own, count, n, many, B: tl.constexpr):
+    """The first ``many`` rows of each site that are not ``settled``, in their order, and how many these are."""
+    site = tl.program_id(0).to(tl.int64)
+    total = 0
+    for first in range(0, n, B):
+        at = first + tl.arange(0, B)
+        doubt = (tl.load(settled + site * n + at, mask=at < n, other=1) == 0).to(tl.int32)
+        place = total + tl.cumsum(doubt, axis=0) - 1
+        tl.store(own + site * many + place, at, mask=(doubt > 0) & (place < many))
+        total += tl.sum(doubt, axis=0)
+    tl.store(count + site, tl.minimum(total, many))
+
+
+@triton.jit
 def nearest_of_rows(
-    rows, size, which, wanted, values, places, rest, padded, many,
+    rows, size, back, own, count, values, places, rest, padded, many, share,
     D: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """The ``T`` least bounds of some rows of each site, ``which``, with all of them, ``[many, T]``, and where.
+    """The ``T`` least bounds of the first ``count`` rows of ``own`` with each ``share`` of all rows, and where:
+    ``[shares, T, many]`` for each site, row i standing at ``back[i]``.
 
-    ``rest`` becomes the least of all others. Products are summed SUM columns at a time, which rounds less. Nothing is
-    written where none of a program's rows is ``wanted``.
+    ``rest`` becomes the least of all others of a share. Products are summed SUM columns at a time, which rounds less.
+    Nothing is written where a program has no row to look at.
     """
-    site = tl.program_id(1).to(tl.int64)
+    site = tl.program_id(2).to(tl.int64)
+    part = tl.program_id(1)
     r = tl.program_id(0) * R + tl.arange(0, R)
-    asked = tl.load(wanted + site * many + r, mask=r < many, other=0) != 0
-    if tl.max(asked.to(tl.int32), axis=0) > 0:
+    number = tl.load(count + site)
+    if tl.program_id(0) * R < number:
         rows += site * padded * D
         size += site * padded
-        own = tl.load(which + site * many + r, mask=r < many, other=0)
-        own_size = tl.load(size + own)
+        mine = tl.load(back + tl.load(own + site * many + r, mask=r < number, other=0))
+        own_size = tl.load(size + mine)
         k = tl.arange(0, K)
         held = tl.full((T, R), 3e38, dtype=tl.float32)
         where = tl.zeros((T, R), dtype=tl.int32)
         out = tl.full((R,), 3e38, dtype=tl.float32)
-        for first in range(0, padded, C):
+        for first in range(part * share, tl.minimum((part + 1) * share, padded), C):
             c = first + tl.arange(0, C)
             left = rows + c.to(tl.int64)[:, None] * D + k[None, :]
-            right = rows + own[None, :] * D + k[:, None]
+            right = rows + mine[None, :] * D + k[:, None]
             whole = tl.zeros((C, R), dtype=tl.float32)
             for start in range(0, D, SUM):
                 total = tl.zeros((C, R), dtype=tl.float32)
@@ -175,39 +192,34 @@ def nearest_of_rows(
                     right += K
                 whole += total
             bound = (tl.load(size + c)[:, None] + own_size[None, :]) - 2 * whole
-            bound = tl.where(own[None, :] == c[:, None], 3e38, bound)
+            bound = tl.where(mine[None, :] == c[:, None], 3e38, bound)
             held, where, out = sorted_in(held, where, out, bound, first, T, C)
-        place = (site * many + r)[None, :] * T + tl.arange(0, T)[:, None]
-        tl.store(values + place, held, mask=(r < many)[None, :])
-        tl.store(places + place, where, mask=(r < many)[None, :])
-        tl.store(rest + site * many + r, out, mask=r < many)
+        list_at = site * tl.num_programs(1) + part
+        place = (list_at * T + tl.arange(0, T))[:, None] * many + r[None, :]
+        tl.store(values + place, held, mask=(r < number)[None, :])
+        tl.store(places + place, where, mask=(r < number)[None, :])
+        tl.store(rest + list_at * many + r, out, mask=r < number)
 
 
 @triton.jit
-def measure_nearest(
-    rows, own, other, bounds, wanted, factor, out, scale, n, many, own_stride, D, k,
-    R: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """``|rows[own] - rows[other]|^2`` by differences in float64, times ``scale`` squared, in the order of ``bounds``.
-
-    ``other`` and ``bounds`` are ``[many, T]``; bounds are those of distances times ``factor``, squared. What a bound
-    says to be farther than the k-th of those measured so far is not measured: it stays infinite, as do all distances
-    of a row that is not ``wanted``.
-    """
-    at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    site = tl.program_id(1).to(tl.int64)
-    rows += site * n * D
-    mine = at < many
-    slots = tl.arange(0, T)
-    place = (site * many + at)[:, None] * T + slots[None, :]
-    here = tl.load(own + site * own_stride + at, mask=mine, other=0)
-    asked = tl.load(wanted + site * many + at, mask=mine, other=0) != 0
-    there = tl.load(other + place, mask=mine[:, None], other=0)
-    bound = tl.load(bounds + place, mask=mine[:, None], other=3e38).to(tl.float64)
-    unit = tl.load(factor + site)
+def far_at_least(bound, length, site, worst, factor, floor):
+    """The least squared distance of two rows, where that of their rounded values, times ``factor`` squared, is at least
+    ``bound``, and one of them has that rounded ``length``: see ``neighbors_fused``."""
+    share = tl.load(worst + site)
     # Bounds may be a little too large where places stand in their lowest bits.
-    left = (bound - tl.abs(bound) * 3.0517578125e-05) / (unit * unit)
-    left = tl.where((bound < 3e37) & asked[:, None], left, float("inf"))
+    near = tl.sqrt(tl.maximum(bound - tl.abs(bound) * 3.0517578125e-05, 0.0))
+    near = tl.maximum(near * (1 - share) - 2 * (floor + share * length), 0.0) / tl.load(factor + site)
+    return near * near
+
+
+@triton.jit
+def measured(rows, here, there, left, scale, D, k, R: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
+    """``|rows[here] - rows[there]|^2`` by differences in float64, times ``scale`` squared, and the k-th least of them.
+
+    ``there`` is ``[R, T]``, as is ``left``, which distances are at least; nearest first they are measured, as long as
+    they may be among the k least. Others stay infinite.
+    """
+    slots = tl.arange(0, T)
     found = tl.full((R, T), float("inf"), dtype=tl.float64)
     # The k least so far, in any order: the largest of them gives way.
     kept = tl.where((slots < k)[None, :], found, float("-inf"))
@@ -233,4 +245,49 @@ def measure_nearest(
         limit, worst = tl.max(kept, axis=1, return_indices=True)
         least, slot = tl.min(left, axis=1, return_indices=True)
         going = (least < float("inf")) & (least <= limit)
-    tl.store(out + place, found, mask=mine[:, None])
+    return found, limit
+
+
+@triton.jit
+def measure_nearest(
+    rows, order, own, count, bounds, places, rest, lengths, worst, factor, distances, indices, settled,
+    scale, floor, n, wide, D, k,
+    LISTED: tl.constexpr, S: tl.constexpr, R: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The k nearest of each row among its candidates, by differences in float64, and whether they are certain.
+
+    Candidates have ``bounds`` and stand at ``places`` of the shuffled ``order``, ``[T, wide]``; no other row has a
+    bound below ``rest``, ``[S, wide]``. Their rows are those in ``order``, places being groups and the rest of them
+    in the lowest bits of bounds; or where they are ``LISTED`` the first ``count`` rows of ``own``.
+    """
+    at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    site = tl.program_id(1).to(tl.int64)
+    if LISTED:
+        asked = at < tl.load(count + site)
+        here = tl.load(own + site * wide + at, mask=asked, other=0).to(tl.int64)
+    else:
+        asked = at < n
+        here = tl.load(order + at, mask=asked, other=0)
+    slots = tl.arange(0, T)
+    place = (site * T + slots)[None, :] * wide + at[:, None]
+    bound = tl.load(bounds + place, mask=asked[:, None], other=3e38)
+    there = tl.load(places + place, mask=asked[:, None], other=0)
+    if not LISTED:
+        there = there * TILE_ROWS + (bound.to(tl.int32, bitcast=True) & (TILE_ROWS - 1))
+    real = (bound < 3e37) & (there < n)
+    there = tl.load(order + tl.where(real, there, 0))
+    length = tl.load(lengths + site * n + here)
+    left = far_at_least(bound.to(tl.float64), length[:, None], site, worst, factor, floor) * (scale * scale)
+    left = tl.where(real, left, float("inf"))
+    found, limit = measured(rows + site * n * D, here, there, left, scale, D, k, R, T, K)
+    others = (site * S + tl.arange(0, S))[None, :] * wide + at[:, None]
+    others = tl.min(tl.load(rest + others, mask=asked[:, None], other=3e38), axis=1).to(tl.float64)
+    others = far_at_least(others, length, site, worst, factor, floor) * (scale * scale)
+    tl.store(settled + site * n + here, (others >= limit) | (limit <= 0), mask=asked)
+    for turn in range(k):
+        value, slot = tl.min(found, axis=1, return_indices=True)
+        now = slots[None, :] == slot[:, None]
+        to = (site * n + here) * k + turn
+        tl.store(distances + to, tl.sqrt(value) / scale, mask=asked)
+        tl.store(indices + to, tl.sum(tl.where(now, there, 0), axis=1), mask=asked)
+        found = tl.where(now, float("inf"), found)

@@ -10,12 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anisoscope.kernels.nearest import sorted_in
+from anisoscope.kernels.nearest import far_at_least, measured
 
 ROWS = 16
 """Rows that one program visits."""
-CANDIDATES = 8
-"""Nearest rows proposed within a run; their distances are taken by differences in float64."""
 
 
 @triton.jit
@@ -145,10 +143,16 @@ def row_dots(left, right, out, total, D, R: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def in_half(rows, order, mean, factor, half, squares, lost, n, padded, D, W, R: tl.constexpr, K: tl.constexpr):
-    """Row ``order[i]`` less the mean, times ``factor``, in half precision, filled up to ``W`` columns with zeros.
+def in_half(
+    rows, order, mean, factor, half, size, fine, lengths, lost, n, padded, D, W, kept, kept_fine, floor,
+    R: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Row ``order[i]`` less the mean, times ``factor``, in half precision, filled up to ``W`` columns with zeros, and
+    so many rows that there are ``padded``.
 
-    Beside it its squared length before rounding, and the length of what rounding took, relative to its own.
+    Beside it the squared length of what was rounded, times ``kept`` and ``kept_fine``, far beyond all others where
+    there is no row. ``lengths`` are the roots of it, where the row stood; ``lost`` is the length of what rounding took,
+    less ``floor``, relative to it.
     """
     site = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -164,128 +168,136 @@ def in_half(rows, order, mean, factor, half, squares, lost, n, padded, D, W, R: 
         wide = (wide - tl.load(mean + site * D + k, mask=k < D, other=0.0)[None, :]) * times
         wide = tl.where(inside, wide, 0.0)
         near = wide.to(tl.float32).to(tl.float16)
-        tl.store(half + (site * padded + at)[:, None] * W + k[None, :], near, mask=there[:, None] & (k < W)[None, :])
-        left = wide - near.to(tl.float64)
-        square += tl.sum(wide * wide, axis=1)
-        gone += tl.sum(left * left, axis=1)
-    tl.store(squares + site * padded + at, square, mask=there)
-    ratio = tl.sqrt(gone / tl.where(square > 0, square, 1.0))
-    tl.store(lost + site * n + at, ratio, mask=there)
-
-
-@triton.jit
-def _apart(rows, here, there, D, mine, R: tl.constexpr, K: tl.constexpr):
-    """Squared distances by differences in float64."""
-    total = tl.zeros((R,), dtype=tl.float64)
-    for start in range(0, D, K):
-        k = start + tl.arange(0, K)
-        inside = mine[:, None] & (k < D)[None, :]
-        one = tl.load(rows + here[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float64)
-        two = tl.load(rows + there[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float64)
-        total += tl.sum((one - two) * (one - two), axis=1)
-    return total
+        place = (site * padded + at)[:, None] * W + k[None, :]
+        tl.store(half + place, near, mask=(at < padded)[:, None] & (k < W)[None, :])
+        near = near.to(tl.float64)
+        square += tl.sum(near * near, axis=1)
+        gone += tl.sum((wide - near) * (wide - near), axis=1)
+    tl.store(size + site * padded + at, tl.where(there, square * kept, 7.5e37).to(tl.float32), mask=at < padded)
+    tl.store(fine + site * padded + at, tl.where(there, square * kept_fine, 7.5e37).to(tl.float32), mask=at < padded)
+    length = tl.sqrt(square)
+    tl.store(lengths + site * n + own, length, mask=there)
+    # A little more than it is, for roundings in float64.
+    share = tl.maximum(tl.sqrt(gone) - floor, 0.0) / tl.where(length > 0, length, 1.0) * 1.000001
+    tl.store(lost + site * n + at, share, mask=there)
 
 
 @triton.jit
 def nearest_within(
-    rows, half, size, back, factor, order, strides, lengths, out, sure, n, padded, blocks, most, D,
+    half, size, back, order, strides, runs, bounds, rest, n, padded, blocks, most,
     W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Squared distances to the two nearest rows of the same run, float64, and whether they are certain.
+    """The three least bounds of each row with each group of the others of its run, ``[T, most]``, their places in the
+    group in the lowest bits, and the least of all others.
 
-    Run b of a site holds ``length`` rows, from number ``b * stride`` of ``order`` on; both numbers are the site's own.
-    Rows in half precision, of which row i stands at ``back[i]``, and their shrunken squared lengths give lower bounds
-    on squared distances times ``factor`` squared, as in ``nearest``. The ``T`` least are measured, nearest bound first,
-    as long as they may be among the two; certain is what everything else does not come near. Of ``most`` places for
-    each run the first ``length`` are written.
+    Run b of a site holds ``runs[site]`` rows, from number ``b * stride`` of ``order`` on; of G groups, as few as may be
+    of C rows at most, number i belongs to that of i modulo G: rows that follow one another are often alike. Rows in
+    half precision, of which row i stands at ``back[i]``, and their shrunken squared lengths give the bounds, as in
+    ``nearest``.
     """
     run = tl.program_id(1).to(tl.int64)
     site = run // blocks
-    length = tl.load(lengths + site)
-    base = rows + site * n * D
-    half += site * padded * W
-    size += site * padded
+    length = tl.load(runs + site)
+    if tl.program_id(0) * R < length:
+        half += site * padded * W
+        size += site * padded
+        names = order + site * n + (run % blocks) * tl.load(strides + site)
+        r = tl.program_id(0) * R + tl.arange(0, R)
+        mine = r < length
+        own = tl.load(back + tl.load(names + r, mask=mine, other=0))
+        own_size = tl.load(size + own)
+        k = tl.arange(0, K)
+        out = tl.full((R,), 3e38, dtype=tl.float32)
+        groups = tl.cdiv(length, C)
+        for group in range(0, groups):
+            c = group + groups * tl.arange(0, C)
+            theirs = c < length
+            other = tl.load(back + tl.load(names + c, mask=theirs, other=0))
+            left = half + own[:, None] * W + k[None, :]
+            right = half + other[None, :] * W + k[:, None]
+            total = tl.zeros((R, C), dtype=tl.float32)
+            for _ in range(0, W, K):
+                total = tl.dot(tl.load(left), tl.load(right), total)
+                left += K
+                right += K
+            bound = (own_size[:, None] + tl.load(size + other)[None, :]) - 2 * total
+            bound = tl.where(theirs[None, :] & (r[:, None] != c[None, :]), bound, 3e38)
+            bound = ((bound.to(tl.int32, bitcast=True) & -C) | tl.arange(0, C)[None, :]).to(tl.float32, bitcast=True)
+            for turn in tl.static_range(3):
+                least = tl.min(bound, axis=1)
+                tl.store(bounds + (run * T + 3 * group + turn) * most + r, least, mask=mine)
+                bound = tl.where(bound <= least[:, None], 3e38, bound)
+            out = tl.minimum(out, tl.min(bound, axis=1))
+        tl.store(rest + run * most + r, out, mask=mine)
+
+
+@triton.jit
+def _two_least(rows, names, r, length, D, C: tl.constexpr, K: tl.constexpr):
+    """The two least squared distances of number ``r`` of a run to all others of it, by differences in float64."""
+    here = tl.load(names + r)
+    best = tl.full((C,), float("inf"), dtype=tl.float64)
+    after = best
+    for first in range(0, length, C):
+        c = first + tl.arange(0, C)
+        theirs = c < length
+        there = tl.load(names + c, mask=theirs, other=0)
+        total = tl.zeros((C, K), dtype=tl.float64)
+        for start in range(0, D, K):
+            k = start + tl.arange(0, K)
+            one = tl.load(rows + here * D + k, mask=k < D, other=0.0).to(tl.float64)
+            inside = theirs[:, None] & (k < D)[None, :]
+            two = tl.load(rows + there[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float64)
+            gap = tl.where(inside, one[None, :] - two, 0.0)
+            total += gap * gap
+        apart = tl.where(theirs & (c != r), tl.sum(total, axis=1), float("inf"))
+        after = tl.minimum(after, tl.maximum(best, apart))
+        best = tl.minimum(best, apart)
+    # Of the C least, each with the next of its own column, the two least of all.
+    least, place = tl.min(best, axis=0, return_indices=True)
+    return least, tl.min(tl.where(tl.arange(0, C) == place, after, best), axis=0)
+
+
+@triton.jit
+def measure_within(
+    rows, order, strides, runs, bounds, rest, lengths, worst, factor, out, floor, n, blocks, most, D,
+    T: tl.constexpr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, MEND: tl.constexpr,
+):  # fmt: skip
+    """Distances to the two nearest rows of the same run, float64, ``most`` for each run: infinite beyond its length.
+
+    Candidates of ``nearest_within``, whose groups are of G rows, are measured, nearest bound first; a row that these
+    leave in doubt is measured against all of its run, C rows and MEND columns at a time.
+    """
+    run = tl.program_id(1).to(tl.int64)
+    site = run // blocks
+    length = tl.load(runs + site)
+    rows += site * n * D
     names = order + site * n + (run % blocks) * tl.load(strides + site)
     r = tl.program_id(0) * R + tl.arange(0, R)
     mine = r < length
     here = tl.load(names + r, mask=mine, other=0)
-    own = tl.load(back + here)
-    own_size = tl.load(size + own)
-    k = tl.arange(0, K)
-    held = tl.full((T, R), 3e38, dtype=tl.float32)
-    where = tl.zeros((T, R), dtype=tl.int32)
-    rest = tl.full((R,), 3e38, dtype=tl.float32)
-    for first in range(0, length, C):
-        c = first + tl.arange(0, C)
-        theirs = c < length
-        other = tl.load(back + tl.load(names + c, mask=theirs, other=0))
-        left = half + other[:, None] * W + k[None, :]
-        right = half + own[None, :] * W + k[:, None]
-        total = tl.zeros((C, R), dtype=tl.float32)
-        for _ in range(0, W, K):
-            total = tl.dot(tl.load(left), tl.load(right), total)
-            left += K
-            right += K
-        bound = (tl.load(size + other)[:, None] + own_size[None, :]) - 2 * total
-        bound = tl.where(theirs[:, None] & (r[None, :] != c[:, None]), bound, 3e38)
-        held, where, rest = sorted_in(held, where, rest, bound, first, T, C)
-    unit = tl.load(factor + site)
-    unit = unit * unit
-    slots = tl.arange(0, T)[:, None]
-    waiting = tl.where(held < 3e37, held.to(tl.float64) / unit, float("inf"))
-    least = tl.full((R,), float("inf"), dtype=tl.float64)
-    second = least
-    for _ in range(T):
-        value, slot = tl.min(waiting, axis=0, return_indices=True)
-        near = mine & (value < float("inf")) & (value <= second)
-        now = slots == slot[None, :]
-        there = tl.load(names + tl.sum(tl.where(now, where, 0), axis=0), mask=near, other=0)
-        apart = tl.where(near, _apart(base, here, there, D, near, R, K), float("inf"))
-        second = tl.minimum(second, tl.maximum(least, apart))
-        least = tl.minimum(least, apart)
-        waiting = tl.where(now, float("inf"), waiting)
-    place = (run * most + r) * 2
-    tl.store(out + place, least, mask=mine)
-    tl.store(out + place + 1, second, mask=mine)
-    tl.store(sure + run * most + r, (rest.to(tl.float64) / unit >= second) | (second <= 0), mask=mine)
-
-
-@triton.jit
-def mend_within(
-    rows, order, strides, lengths, out, sure, n, blocks, most, D, C: tl.constexpr, K: tl.constexpr
-):  # fmt: skip
-    """The same by differences in float64 with all rows of the run, where ``nearest_within`` was not certain."""
-    run = tl.program_id(1).to(tl.int64)
-    r = tl.program_id(0)
-    site = run // blocks
-    length = tl.load(lengths + site)
-    if (r < length) & (tl.load(sure + run * most + r) == 0):
-        base = rows + site * n * D
-        names = order + site * n + (run % blocks) * tl.load(strides + site)
-        here = tl.load(names + r)
-        best = tl.full((C,), float("inf"), dtype=tl.float64)
-        after = best
-        for first in range(0, length, C):
-            c = first + tl.arange(0, C)
-            theirs = c < length
-            there = tl.load(names + c, mask=theirs, other=0)
-            total = tl.zeros((C,), dtype=tl.float64)
-            for start in range(0, D, K):
-                k = start + tl.arange(0, K)
-                one = tl.load(base + here * D + k, mask=k < D, other=0.0).to(tl.float64)
-                inside = theirs[:, None] & (k < D)[None, :]
-                two = tl.load(base + there[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float64)
-                gap = tl.where(inside, one[None, :] - two, 0.0)
-                total += tl.sum(gap * gap, axis=1)
-            total = tl.where(theirs & (c != r), total, float("inf"))
-            after = tl.minimum(after, tl.maximum(best, total))
-            best = tl.minimum(best, total)
-        # Of the C least, each with the next of its own column, the two least of all.
-        least, place = tl.min(best, axis=0, return_indices=True)
-        rest = tl.where(tl.arange(0, C) == place, after, best)
-        at = (run * most + r) * 2
-        tl.store(out + at, least)
-        tl.store(out + at + 1, tl.min(rest, axis=0))
+    slots = tl.arange(0, T)
+    place = (run * T + slots)[None, :] * most + r[:, None]
+    bound = tl.load(bounds + place, mask=mine[:, None], other=3e38)
+    groups = tl.cdiv(length, G)
+    real = (bound < 3e37) & (slots < 3 * groups)[None, :]
+    number = (slots // 3)[None, :] + groups * (bound.to(tl.int32, bitcast=True) & (G - 1))
+    there = tl.load(names + number, mask=real, other=0)
+    own = tl.load(lengths + site * n + here)
+    left = far_at_least(bound.to(tl.float64), own[:, None], site, worst, factor, floor)
+    found, second = measured(rows, here, there, tl.where(real, left, float("inf")), 1.0, D, 2, R, T, K)
+    least = tl.min(found, axis=1)
+    others = tl.load(rest + run * most + r, mask=mine, other=3e38).to(tl.float64)
+    others = far_at_least(others, own, site, worst, factor, floor)
+    doubt = (mine & (((others >= second) | (second <= 0)) == 0)).to(tl.int32)
+    while tl.max(doubt, axis=0) > 0:
+        at = tl.argmax(doubt, axis=0)
+        one, two = _two_least(rows, names, tl.program_id(0) * R + at, length, D, C, MEND)
+        this = tl.arange(0, R) == at
+        least = tl.where(this, one, least)
+        second = tl.where(this, two, second)
+        doubt = tl.where(this, 0, doubt)
+    tl.store(out + (run * most + r) * 2, tl.sqrt(tl.where(mine, least, float("inf"))), mask=r < most)
+    tl.store(out + (run * most + r) * 2 + 1, tl.sqrt(tl.where(mine, second, float("inf"))), mask=r < most)
 
 
 @triton.jit(do_not_specialize=["n", "many", "share"])

@@ -29,8 +29,8 @@ WY = 128  # reflectors that make up one product when they are applied
 class Banded:
     """Matrices ``Q B Q^T``, B of BAND entries on either side of its diagonal, and the reflectors whose product is Q.
 
-    Entry ``[m, j, i]`` of ``band`` is that of B in row j + i of column j; zero beyond BAND and after the last row. Row j
-    of ``reflectors`` is the vector of ``I - tau_j v v^T``, one at place j + BAND, zero before.
+    Entry ``[m, j, i]`` of ``band`` is that of B in row j + i of column j; zero beyond BAND and after the last row. Row
+    j of ``reflectors`` is the vector of ``I - tau_j v v^T``, one at place j + BAND, zero before.
     """
 
     band: Float[Tensor, "m d w"]

@@ -1,17 +1,22 @@
 """Nearest neighbours on a GPU by one fused product in half precision that never writes the distances of all pairs.
 
 Half precision proposes, float64 decides, and a proven bound says which rows are certain. With y the rows about their
-mean, h their half-precision values, r = |y - h| and e the largest r / |y|, for each pair
+mean, h their half-precision values and r = |y - h|, for each pair
 
-    |y_i - y_j|^2 >= |y_i|^2 + |y_j|^2 - 2 h_i . h_j - (2 e + e^2 + g) (1 + e)^2 (|y_i|^2 + |y_j|^2),
+    |h_i - h_j|^2 >= (1 - g) (|h_i|^2 + |h_j|^2) - 2 h_i . h_j,
 
-where g stands for rounding of the product's sum: by Cauchy and Schwarz for the rounding of rows, and since a product of
-two lengths is at most half the sum of their squares. So the correction is a factor on the squared lengths and costs
-nothing. Rows are shuffled first and looked at in groups; for each row and group the kernels give the three least
-bounds, of which two may be candidates. The least of all of them are measured by differences in float64, and a row is
-certain where its k-th distance is not above the least bound among everything else. The others, of which there are many
-where rows lie in heaps far from the mean, are looked at once more: all bounds of a row in one list, and from sums of
-fewer products, which take half of the allowance. What is left is searched again by ``neighbors_gpu``.
+where g stands for rounding of the product's sum, since a product of two lengths is at most half the sum of their
+squares. So this correction is a factor on the squared lengths and costs nothing. The rounding of rows comes in by the
+triangle inequality: with r_j <= c + e |h_j| for all rows of a site, and |h_j| <= |h_i| + |h_i - h_j|,
+
+    |y_i - y_j| >= |h_i - h_j| - r_i - r_j >= (1 - e) |h_i - h_j| - 2 (c + e |h_i|).
+
+Rows are shuffled first and looked at in groups; for each row and group the kernels give the three least bounds, of
+which two may be candidates. The least of all of them are measured by differences in float64, and a row is certain where
+its k-th distance is not above what the least bound among everything else leaves. The others, of which there are some
+where rows lie in heaps far from the mean, are looked at once more: all bounds of a row in a few lists, and from sums of
+fewer products, which take a quarter of the allowance g in rows of 2,048. What is left is searched again by
+``neighbors_gpu``.
 """
 
 from __future__ import annotations
@@ -37,8 +42,10 @@ AGAIN = 2048  # rows of a site that are looked at once more, without asking whet
 STRIPE_CELLS = 1 << 29  # bounds held at a time, float32: two gigabytes
 WARPS, STAGES = 4, 3  # of the product: the fastest of nine that were tried
 LIST_ROWS = 64  # rows whose lists one program keeps
-AGAIN_TILE, AGAIN_WARPS = (64, 128), 8  # of bounds that are looked at again
-MEASURED_TILE = (4, 128)  # rows and columns of differences
+MEASURED_TILE, MEASURED_WARPS = (1, 256), 1  # rows and columns of differences
+AGAIN_TILE, AGAIN_WARPS = (32, 128), 4  # of bounds that are looked at again
+AGAIN_SHARES = 16  # of all rows, each with lists of its own: few rows in doubt keep a GPU busy
+DOUBT_ROWS = 1024  # of a site, looked through for such rows at a time
 NEAR = 16  # tiles of so many groups each way follow one another
 
 
@@ -79,10 +86,29 @@ def search_fused(
     lists = _Lists.of(ready, _list_length(k))
     for first, last in _stripes(*ready.size.shape):
         _look(ready, lists, first, last)
-    distances, indices, settled = _settled(rows, k, scale, ready, lists)
-    settled = settled if left_out is None else settled | left_out
-    found = _looked_again(rows, k, scale, ready, distances, indices, settled)
-    return [Found(*one) for one in zip(*found, strict=True)]
+    found = _Answer.of(len(rows), rows.shape[1], k, rows.device)
+    _measure(rows, scale, ready, found, (lists.values, lists.groups, lists.rest[:, None]))
+    if left_out is not None:
+        found.settled.logical_or_(left_out)
+    _look_again(rows, scale, ready, found)
+    return [Found(*one) for one in zip(found.distances, found.indices, found.settled, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What is found of all sites, written to in place."""
+
+    distances: Float[Tensor, "s n k"]
+    indices: Int[Tensor, "s n k"]
+    settled: Bool[Tensor, "s n"]
+
+    @classmethod
+    def of(cls, sites: int, n: int, k: int, device: torch.device) -> _Answer:
+        return cls(
+            torch.empty(sites, n, k, dtype=torch.float64, device=device),
+            torch.empty(sites, n, k, dtype=torch.int64, device=device),
+            torch.empty(sites, n, dtype=torch.bool, device=device),
+        )
 
 
 @dataclass(frozen=True)
@@ -147,81 +173,39 @@ def _look(ready: Ready, lists: _Lists, first: int, last: int) -> None:
     )  # fmt: skip
 
 
-def _settled(
-    rows: Float[Tensor, "s n d"], k: int, scale: float, ready: Ready, lists: _Lists
-) -> tuple[Float[Tensor, "s n k"], Int[Tensor, "s n k"], Bool[Tensor, "s n"]]:
-    """Candidates measured in float64, and which rows are certain."""
-    kernels, n = kernels_of("nearest"), rows.shape[1]
-    values, groups = (one[:, :, :n].mT.contiguous() for one in (lists.values, lists.groups))
-    at = groups * kernels.TILE + (values.view(torch.int32) & (kernels.TILE - 1))
-    real = (values < kernels.FAR / 8) & (at < n)
-    other = ready.order[torch.where(real, at, 0)]
-    values = values.masked_fill_(~real, kernels.FAR)
-    own, every = ready.order.expand(len(rows), -1), torch.ones_like(real[:, :, 0])
-    d2 = _measured(rows, ready, own, other, values, every, k, scale)
-    best = d2.topk(k, dim=2, largest=False, sorted=True)
-    limit = best.values[:, :, -1]
-    floor = lists.rest[:, :n].double()
-    floor = floor - floor.abs() * kernels.PACKED
-    certain = (floor >= limit * ready.factor.square()) | (limit <= 0)
-    back = ready.back
-    return best.values.sqrt()[:, back] / scale, other.gather(2, best.indices)[:, back], certain[:, back]
-
-
-def _looked_again(
-    rows: Float[Tensor, "s n d"],
-    k: int,
-    scale: float,
-    ready: Ready,
-    distances: Float[Tensor, "s n k"],
-    indices: Int[Tensor, "s n k"],
-    settled: Bool[Tensor, "s n"],
-) -> tuple[Float[Tensor, "s n k"], Int[Tensor, "s n k"], Bool[Tensor, "s n"]]:
-    """The same with AGAIN rows of each site that are not certain, if there are such: one list of all their bounds."""
-    kernels, (sites, padded, depth), n = kernels_of("nearest"), ready.half.shape, rows.shape[1]
-    order = settled.byte().sort(dim=1, stable=True)
-    own, wanted = order.indices[:, :AGAIN].contiguous(), order.values[:, :AGAIN] == 0
-    many, (tall, broad) = own.shape[1], AGAIN_TILE
-    count = _list_length(k)
-    value = torch.full((sites, many, count), kernels.FAR, dtype=torch.float32, device=rows.device)
-    near = torch.zeros(sites, many, count, dtype=torch.int32, device=rows.device)
-    rest = torch.full((sites, many), kernels.FAR, dtype=torch.float32, device=rows.device)
-    kernels.nearest_of_rows[(-(-many // tall), sites)](
-        ready.half, ready.fine, ready.back[own], wanted, value, near, rest, padded, many,
-        D=depth, T=count, R=tall, C=broad, K=DEPTH, SUM=row_kernels.SUMMED, num_warps=AGAIN_WARPS, num_stages=STAGES,
+def _look_again(rows: Float[Tensor, "s n d"], scale: float, ready: Ready, found: _Answer) -> None:
+    """The first AGAIN rows of each site that are not certain, if there are such: all their bounds with a share of the
+    rows in one list."""
+    kernels, (sites, padded, depth), (n, k) = kernels_of("nearest"), ready.half.shape, found.distances.shape[1:]
+    device, many, (tall, broad) = rows.device, min(AGAIN, n), AGAIN_TILE
+    own = torch.empty(sites, many, dtype=torch.int32, device=device)
+    count = torch.empty(sites, dtype=torch.int32, device=device)
+    kernels.rows_in_doubt[(sites,)](found.settled, own, count, n, many, B=DOUBT_ROWS, num_warps=8)
+    length, share = _list_length(k), -(-padded // (broad * AGAIN_SHARES)) * broad
+    values = torch.empty(sites, AGAIN_SHARES * length, many, dtype=torch.float32, device=device)
+    places, rest = torch.empty_like(values, dtype=torch.int32), torch.empty_like(values[:, :AGAIN_SHARES])
+    kernels.nearest_of_rows[(-(-many // tall), AGAIN_SHARES, sites)](
+        ready.half, ready.fine, ready.back, own, count, values, places, rest, padded, many, share,
+        D=depth, T=length, R=tall, C=broad, K=DEPTH, SUM=row_kernels.SUMMED, num_warps=AGAIN_WARPS, num_stages=STAGES,
     )  # fmt: skip
-    real = (value < kernels.FAR / 8) & (near < n)
-    other = ready.order[torch.where(real, near, 0)]
-    d2 = _measured(rows, ready, own, other, torch.where(real, value, kernels.FAR), wanted, k, scale)
-    best = d2.topk(k, dim=2, largest=False, sorted=True)
-    limit = best.values[:, :, -1]
-    certain = (rest.double() >= limit * ready.factor.square()) | (limit <= 0)
-    old, at = settled.gather(1, own), own[:, :, None].expand(-1, -1, k)
-    use = wanted[:, :, None]
-    return (
-        distances.scatter(1, at, torch.where(use, best.values.sqrt() / scale, distances.gather(1, at))),
-        indices.scatter(1, at, torch.where(use, other.gather(2, best.indices), indices.gather(1, at))),
-        settled.scatter(1, own, old | certain),
-    )
+    _measure(rows, scale, ready, found, (values, places, rest), (own, count))
 
 
-def _measured(
+def _measure(
     rows: Float[Tensor, "s n d"],
-    ready: Ready,
-    own: Int[Tensor, "s m"],
-    other: Int[Tensor, "s m t"],
-    bounds: Float[Tensor, "s m t"],
-    wanted: Bool[Tensor, "s m"],
-    k: int,
     scale: float,
-) -> Float[Tensor, "s m t"]:
-    """Squared distances by differences in float64, times ``scale`` squared; infinite where a bound says that they are
-    not among the k least."""
-    kernels, (sites, n, width), (_, many, count) = kernels_of("nearest"), rows.shape, other.shape
-    d2 = torch.empty(other.shape, dtype=torch.float64, device=rows.device)
+    ready: Ready,
+    found: _Answer,
+    lists: tuple[Float[Tensor, "s t w"], Int[Tensor, "s t w"], Float[Tensor, "s l w"]],
+    some: tuple[Int[Tensor, "s w"], Int[Tensor, "s"]] | None = None,
+) -> None:
+    """Candidates measured in float64, and which rows are certain: of all rows, of which there are ``lists`` in the
+    order of ``ready``, or of ``some``, which so many are."""
+    kernels, (sites, n, width), (_, count, wide) = kernels_of("nearest"), rows.shape, lists[0].shape
     tall, broad = MEASURED_TILE
-    kernels.measure_nearest[(-(-many // tall), sites)](
-        rows, own, other, bounds, wanted, ready.factor, d2, scale, n, many, own.stride(0), width, k,
-        R=tall, T=count, K=broad, num_warps=4,
+    own, number = (ready.order, ready.order) if some is None else some
+    kernels.measure_nearest[(-(-(n if some is None else wide) // tall), sites)](
+        rows, ready.order, own, number, *lists, ready.lengths, ready.worst, ready.factor,
+        found.distances, found.indices, found.settled, scale, ready.floor, n, wide, width, found.distances.shape[2],
+        LISTED=some is not None, S=lists[2].shape[1], R=tall, T=count, K=broad, num_warps=MEASURED_WARPS,
     )  # fmt: skip
-    return d2

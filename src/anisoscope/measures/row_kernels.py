@@ -14,12 +14,18 @@ from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 COLUMNS = 128  # entries of a row that a program takes at a time
 DEPTH = 64  # products of rows in half precision take so many columns at a time
 SUMMED = 512  # columns of such a product that tensor cores sum, where rows in doubt are looked at again
+CUT_OFF = 2.0**-22
+"""Of a product's terms, relative: what one of them adds to the error of their sum. Tensor cores add some at a time to
+the sum so far. They cut each of these off at 2^-23 of the largest, and so the sum: of two or more terms that is twice
+2^-23 for each."""
 TOP = 14  # the largest value in half precision is made less than two to this
 SHARES = 16  # of a site's rows whose columns are summed apart
-MEND_COLUMNS, MEND_DEPTH = 64, 32
+MEND_ROWS, MEND_DEPTH = 16, 128
 AGAIN_TILE = 4, 64, 32  # rows in doubt, rows that they are measured against, and entries of both, at a time
 AGAIN_SHARES = 256  # of a site's rows at most: one site alone keeps a GPU busy
-BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 64, 128, 64  # of a product within a run
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 64, 128, 64  # of a product within a run; columns are a group
+BLOCK_WARPS, BLOCK_STAGES = 4, 3
+BLOCK_MEASURED = 4, 128  # rows and columns of differences there
 
 
 @on_its_device
@@ -144,37 +150,50 @@ def squared_lengths(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s n"]:
     return torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64).square_()
 
 
+@dataclass(frozen=True)
+class InHalf:
+    """Rows in half precision, filled up to whole groups, and what rounding may have done to them."""
+
+    half: Float[Tensor, "s p e"]
+    size: Float[Tensor, "s p"]
+    """Their squared lengths, shrunken by what rounding of a product's sum may come to."""
+    fine: Float[Tensor, "s p"]
+    """The same, less shrunken: for products that are summed ``SUMMED`` columns at a time."""
+    lengths: Float[Tensor, "s n"]
+    """Their lengths, float64, in the order of the rows."""
+    worst: Float[Tensor, "s"]
+    """Rounding took no more of a row than this share of its length, and ``floor``."""
+    floor: float
+
+
 @on_its_device
 def in_half(
     rows: Float[Tensor, "s n d"], order: Int[Tensor, "n"], mean: Float[Tensor, "s d"], factor: Float[Tensor, "s"],
     padded: int, depth: int,
-) -> tuple[Float[Tensor, "s p e"], Float[Tensor, "s p"], Float[Tensor, "s"]]:  # fmt: skip
-    """Rows in ``order`` about the mean, times a factor, in half precision and filled up with zeros; their squared
-    lengths, and the largest share of a row's length that rounding took."""
+) -> InHalf:  # fmt: skip
+    """Rows in ``order`` about the mean, times a factor, in half precision and filled up with zeros."""
     kernels, (sites, n, width), device = kernels_of("rows"), rows.shape, rows.device
     half = torch.empty(sites, padded, depth, dtype=torch.float16, device=device)
-    half[:, n:] = 0
-    squares = torch.zeros(sites, padded, dtype=torch.float64, device=device)
-    lost = torch.empty(sites, n, dtype=torch.float64, device=device)
-    kernels.in_half[(-(-n // kernels.ROWS), sites)](
-        rows, order, mean.contiguous(), factor.contiguous(), half, squares, lost, n, padded, width, depth,
-        R=kernels.ROWS, K=COLUMNS, num_warps=4,
+    size, fine = torch.empty(2, sites, padded, dtype=torch.float32, device=device)
+    lengths, lost = torch.empty(2, sites, n, dtype=torch.float64, device=device)
+    # Entries too small for whole precision lose 2^-25 at most.
+    floor = 1.001 * 2.0**-25 * depth**0.5
+    products = depth + 16, min(depth, SUMMED) + 16 + depth // SUMMED
+    kernels.in_half[(-(-padded // kernels.ROWS), sites)](
+        rows, order, mean.contiguous(), factor.contiguous(), half, size, fine, lengths, lost, n, padded, width, depth,
+        *(1 - 2.0**-20 - CUT_OFF * one for one in products), floor, R=kernels.ROWS, K=COLUMNS, num_warps=4,
     )  # fmt: skip
-    return half, squares, lost.amax(dim=1)
+    return InHalf(half, size, fine, lengths, lost.amax(dim=1), floor)
 
 
 @dataclass(frozen=True)
-class Ready:
-    """Shuffled rows in half precision, filled up to whole groups, and their shrunken squared lengths."""
+class Ready(InHalf):
+    """The same of shuffled rows."""
 
-    half: Float[Tensor, "s p e"]
-    size: Float[Tensor, "s p"]
-    fine: Float[Tensor, "s p"]
-    """The same, less shrunken: for products that are summed ``SUMMED`` columns at a time."""
     order: Int[Tensor, "n"]
     back: Int[Tensor, "n"]
     """Where each row stands."""
-    factor: Float[Tensor, "s 1"]
+    factor: Float[Tensor, "s"]
     """What rows were multiplied by, beyond ``scale``."""
 
     @classmethod
@@ -191,18 +210,8 @@ class Ready:
         largest = torch.maximum(most, -least) + mean.abs().amax(dim=1)
         largest = torch.minimum(largest, most - least) * scale
         factor = torch.ldexp(torch.ones_like(largest), TOP - torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
-        factor = factor[:, None]
-        half, squares, worst = in_half(rows, order, mean, factor[:, 0] * scale, padded, depth)
-        # Rounding of the sum of a product of half-precision rows: tensor cores cut off where others round (factor two),
-        # with a margin of four; and of the few float32 operations after it.
-        lengths, sizes = (1 + worst).square(), torch.empty(2, *squares.shape, dtype=torch.float32, device=device)
-        for size, gone in zip(sizes, (depth + 16, min(depth, SUMMED) + 16 + depth // SUMMED), strict=True):
-            # 2 e + e^2 = (1 + e)^2 - 1
-            left = 1 - 2.0**-20 - lengths * (lengths + (4 * gone * 2.0**-23 - 1))
-            torch.mul(squares, left[:, None], out=size)
-        if padded > n:
-            sizes[:, :, n:] = kernels.FAR / 4
-        return cls(half, sizes[0], sizes[1], order, back, factor)
+        made = in_half(rows, order, mean, factor * scale, padded, depth)
+        return cls(**vars(made), order=order, back=back, factor=factor)
 
 
 @functools.lru_cache(maxsize=8)
@@ -228,17 +237,22 @@ def nearest_within(
     """
     kernels, (sites, n, width), device = kernels_of("rows"), rows.shape, rows.device
     padded, depth = ready.half.shape[1:]
-    out = torch.full((sites, blocks, most, 2), torch.inf, dtype=torch.float64, device=device)
-    sure = torch.ones(sites, blocks, most, dtype=torch.bool, device=device)
-    kernels.nearest_within[(-(-most // BLOCK_ROWS), sites * blocks)](
-        rows, ready.half, ready.size, ready.back, ready.factor, order, strides, lengths, out, sure,
-        n, padded, blocks, most, width,
-        W=depth, T=kernels.CANDIDATES, R=BLOCK_ROWS, C=BLOCK_COLUMNS, K=BLOCK_DEPTH, num_warps=4, num_stages=3,
+    runs = sites * blocks
+    count = 1 << (3 * -(-most // BLOCK_COLUMNS) - 1).bit_length()  # three of each group
+    out = torch.empty(sites, blocks, most, 2, dtype=torch.float64, device=device)
+    bounds = torch.empty(runs, count, most, dtype=torch.float32, device=device)
+    rest = torch.empty(runs, most, dtype=torch.float32, device=device)
+    kernels.nearest_within[(-(-most // BLOCK_ROWS), runs)](
+        ready.half, ready.size, ready.back, order, strides, lengths, bounds, rest, n, padded, blocks, most, W=depth,
+        T=count, R=BLOCK_ROWS, C=BLOCK_COLUMNS, K=BLOCK_DEPTH, num_warps=BLOCK_WARPS, num_stages=BLOCK_STAGES,
     )  # fmt: skip
-    kernels.mend_within[(most, sites * blocks)](
-        rows, order, strides, lengths, out, sure, n, blocks, most, width, C=MEND_COLUMNS, K=MEND_DEPTH, num_warps=4
-    )
-    return out.sqrt_()
+    tall, broad = BLOCK_MEASURED
+    kernels.measure_within[(-(-most // tall), runs)](
+        rows, order, strides, lengths, bounds, rest, ready.lengths, ready.worst, ready.factor, out, ready.floor,
+        n, blocks, most, width,
+        T=count, G=BLOCK_COLUMNS, R=tall, K=broad, C=MEND_ROWS, MEND=MEND_DEPTH, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 _built = set[tuple[torch.device, int, int]]()
