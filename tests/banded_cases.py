@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 
 from anisoscope.kernels import kernels_of
 from anisoscope.measures import banded
-from anisoscope.measures.banded import Banded
+from anisoscope.measures.banded import Banded, dense
 
 BAND, WIDTH = 8, 21  # two blocks and a bit
 
@@ -39,23 +39,14 @@ def matrices():
     }  # fmt: skip
 
 
-def dense(t):
-    many, width, _ = t.band.shape
-    found = t.band.new_zeros(many, width, width)
-    for i in range(min(banded.BAND + 1, width)):
-        for place in (-i, i):
-            found.diagonal(place, 1, 2).copy_(t.band[:, : width - i, i])
-    return found
-
-
 def errors(t, a):
     """Of the spectrum and of Q, relative to the norm; and what is beyond the band."""
     size = torch.linalg.matrix_norm(a, 2).clamp_min(1e-300)
     eye = torch.eye(a.shape[1], dtype=a.dtype)
     return {
-        "values": ((torch.linalg.eigvalsh(dense(t)) - torch.linalg.eigvalsh(a)).abs().amax(dim=1) / size).tolist(),
+        "values": ((torch.linalg.eigvalsh(dense(t.band)) - torch.linalg.eigvalsh(a)).abs().amax(dim=1) / size).tolist(),
         "orthonormal": (t.q.mT @ t.q - eye).abs().amax(dim=(1, 2)).tolist(),
-        "similar": ((t.q.mT @ a @ t.q - dense(t)).abs().amax(dim=(1, 2)) / size).tolist(),
+        "similar": ((t.q.mT @ a @ t.q - dense(t.band)).abs().amax(dim=(1, 2)) / size).tolist(),
         "beyond": t.band[:, :, banded.BAND + 1 :].abs().amax(dim=(1, 2)).tolist(),
     }
 

@@ -33,7 +33,7 @@ DEAR = (
     "calibration", "theory_recovery", "watching", "monitor", "train_command", "kernels", "stacked", "invariances",
     "theory", "regularizers", "seminmf", "oracles", "cli", "store_kill", "tangent_calibration", "train",
     "theory_learning", "hostile", "sites", "quality_report", "interventions", "quality", "tridiagonal", "band_forms",
-    "banded", "stacked_controls", "small_eigh", "grams", "truths", "states", "type_kernel",
+    "banded", "chased", "stacked_controls", "small_eigh", "grams", "truths", "states", "type_kernel",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 import anisoscope.kernels
 from anisoscope.kernels import (
     band,
+    chase,
     codes,
     controls,
     factors,
@@ -220,6 +221,7 @@ def main():
     found |= {kernel.__name__: compiled(kernel, sizes, **wide(kernel)) for kernel, sizes in TRIDIAGONAL.items()}
     sizes = TRIDIAGONAL[band.factor_panel] | {"R": 256}
     found["factor_panel of 256"] = compiled(band.factor_panel, sizes, 8, **wide(band.factor_panel))
+    found["chase"] = compiled(chase.chase, {"B": chase.BAND, "R": 8, "C": 4}, 1, **wide(chase.chase))
     print(json.dumps({"shared": found, "forgotten": sorted(kernels() - BUILT)}))
 
 

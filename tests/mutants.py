@@ -43,6 +43,7 @@ TERMS, ZIPF, PROBES = "tests/test_regularizers.py", "tests/test_interventions.py
 THEORY, RECOVERY, PAIRS = "tests/test_theory.py", "tests/test_theory_recovery.py", "tests/test_quality_report.py"
 CAUSAL, KERNELS, STACKED = "tests/test_causal_report.py", "tests/test_kernels.py", "tests/test_stacked.py"
 LEADING, TRIDIAGONAL, BANDED = "tests/test_leading.py", "tests/test_tridiagonal.py", "tests/test_banded.py"
+CHASED = "tests/test_chased.py"
 JACOBI, GRAMS = "tests/test_small_eigh.py", "tests/test_grams.py"
 WAITS, TYPES = "tests/test_waits.py", "tests/test_type_kernel.py"
 SHARING, BANDS = "tests/test_stacked_sharing.py", "tests/test_band_forms.py"
@@ -401,6 +402,11 @@ MUTANTS = [
     Mutant("kernels/band.py", "tl.where(k > j, tau", "tl.where(k >= j, tau", (BANDED,)),
     Mutant("kernels/band.py", "(i <= j) & (i < n)", "i < j", (BANDED,)),
     Mutant("kernels/meeting.py", "tl.where(alpha > 0, -size, size)", "size", (BANDED,)),
+    Mutant("kernels/chase.py", "tl.minimum(step + 2, before)", "tl.minimum(step + 1, before)", (CHASED,), "share"),
+    Mutant("kernels/chase.py", "(0.5 * tau * tau", "(0.5 * tau", (CHASED,), "spectrum"),
+    Mutant("kernels/chase.py", "tl.where(step > 0, 0, (2 * B - 1) * (B - 1))", "0", (CHASED,), "spectrum"),
+    Mutant("kernels/chase.py", "flat = tail <= TINY", "flat = tail < -1", (CHASED,), "spectrum"),
+    Mutant("kernels/chase.py", "tl.cdiv(D - 1 - sweep, B)", "(D - 1 - sweep) // B", (CHASED,), "blocks"),
     Mutant("tangent/stacked_controls.py", "[:, count, None].double()", "[:, 0, None].double()", (KERNEL_CONTROLS,)),
     Mutant("measures/row_kernels.py", "_built.add((rows.device, n, width))", "pass", (KERNELS,), "copies_are_marked"),
     Mutant("kernels/solves.py", "tl.where(pivot < small, small, pivot)", "pivot", (BANDS,), "kernels or pivot"),

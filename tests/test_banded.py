@@ -5,7 +5,7 @@ import torch
 from test_kernels import run
 
 from anisoscope.measures import banded as module
-from anisoscope.measures.banded import BAND, banded, share_of
+from anisoscope.measures.banded import banded, dense, share_of
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,6 @@ def covariances(many, width, seed=0, steep=4.0):
     rows = torch.randn(many, 3 * width, width, generator=draws, dtype=torch.float64)
     rows *= torch.logspace(0, -steep / 2, width, dtype=torch.float64)
     return rows.mT @ rows / (3 * width)
-
-
-def dense(band):
-    width = band.shape[1]
-    lower = sum(torch.diag_embed(band[:, : width - i, i], -i) for i in range(min(width, BAND + 1)))
-    return lower + torch.tril(lower, -1).mT
 
 
 @pytest.mark.parametrize("width", [2, 31, 32, 33, 64, 150])

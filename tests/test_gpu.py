@@ -247,6 +247,29 @@ def test_forms_and_leading_vectors_of_band_matrices():
         assert leading_errors(full[None], top, lead)[0] < 1e-14, width
 
 
+def test_band_matrices_are_chased_to_tridiagonal_form():
+    """The same bits however many programs share a matrix; what is not finite stays with its own."""
+    from anisoscope.measures.chased import chased
+
+    draw = torch.Generator().manual_seed(0)
+    for many, width in ((3, 2), (3, 33), (40, 300), (25, 2048)):
+        full = torch.randn(many, width, width, generator=draw, dtype=torch.float64) / 8
+        band = torch.zeros(many, width, 64, dtype=torch.float64)
+        for i in range(min(33, width)):
+            band[:, : width - i, i] = full.diagonal(-i, 1, 2)
+        whole = torch.tril(full) - torch.tril(full, -33)
+        truth = torch.linalg.eigvalsh((whole + torch.tril(whole, -1).mT)[:2].cuda())
+        diagonal, off = found = chased(band.cuda())
+        t = torch.diag_embed(diagonal) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
+        assert float((torch.linalg.eigvalsh(t[:2]) - truth).abs().max() / truth.abs().max()) < 1e-14, width
+        for each in (1, 2, 7):
+            assert all(torch.equal(one, two) for one, two in zip(found, chased(band.cuda(), each), strict=True)), each
+        band[1, width // 2, 0] = torch.nan
+        spoilt = chased(band.cuda())
+        assert not torch.isfinite(spoilt[0][1]).all()
+        assert all(torch.equal(one[2:], two[2:]) for one, two in zip(found, spoilt, strict=True)), width
+
+
 def test_products_of_wide_rows_by_cell():
     from anisoscope.stats.moments import cell_grams, grams, in_parts
 

@@ -2,13 +2,13 @@
 
 With B diagonals below the main one, sweep s takes column s to tridiagonal form by a reflector on the B rows below its
 diagonal. From the right it fills the block below, whose first column the next reflector clears, B rows further down,
-and so on to the end of the matrix; what else it filled is left there for sweeps to come. Step k of sweep s is all that
-happens to rows ``first = s + 1 + k B`` up to ``first + B``: of the block left of the diagonal and the one on it.
+and so on to the end of the matrix; what else it filled is left there for sweeps to come, and reaches 2 B - 1 places
+below the diagonal at most. Step k of sweep s is all that happens to the B rows from ``s + 1 + k B`` on: to the block
+left of that on the diagonal, and to the one on it.
 
-Step k of sweep s may begin when step k + 1 of sweep s - 1 is done, and must not before. The rows of that earlier sweep
-begin one row earlier, so that all its steps but this one have rows in common with step k: of step k those above the
-last, which it is done with since step k + 1 has begun, and of step k + 1 the last, which is the first of its own. Later
-steps neither read nor write these rows. So sweeps follow each other two steps apart, and many are under way at once.
+Sweeps follow each other two steps apart, so that many are under way at once. Rows of sweep s - 1 begin one row earlier:
+those of step k of sweep s are the rows of its step k but for the first, and the first of its step k + 1. Its later
+steps neither read nor write them. So step k may begin when step k + 1 of the sweep before is done, and not before.
 
 This module needs Triton; ``measures.chased`` imports it where Triton is.
 """
@@ -41,10 +41,17 @@ def _reflector(x, r):
 
 @triton.jit
 def _parts(B: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Columns and rows of a block of B by B, as an array of four axes."""
-    column = tl.arange(0, C)[:, None] + tl.arange(0, B // C)[None, :] * C
-    row = tl.arange(0, B // R)[:, None] * R + tl.arange(0, R)[None, :]
-    return column[:, None, :, None], row[None, :, None, :]
+    """Places of a block of B by B, as an array of four axes, and which of them are below the diagonal.
+
+    In a band, columns of a block are one place nearer to each other than columns of the band.
+    """
+    c = tl.arange(0, C)[:, None, None, None]
+    r = tl.arange(0, B // R)[None, :, None, None] * R
+    column = tl.arange(0, B // C)[None, None, :, None] * C
+    row = tl.arange(0, R)[None, None, None, :]
+    # What differs within a thread apart from what differs between threads: so it is known when the kernel is compiled.
+    places = (c * (2 * B - 1) + row) + (column * (2 * B - 1) + r)
+    return places, r + row > column + c
 
 
 @triton.jit
@@ -63,40 +70,37 @@ def _apart(block, B: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
 def chase(band, counter, D, S, P, B: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """Band matrices of D columns to tridiagonal form, in place; ``P`` programs a matrix, every P-th sweep is one's own.
 
-    ``band`` is ``[matrices, S, 2 B]``, entry j + i, j of the matrix at place j, i, zero beyond the matrix, and S is
-    D + B at least: no step reaches further. ``counter``, ``[matrices, D]`` and zero, counts the steps that are done of
-    each sweep. Sweeps are waited for in order, so one program alone waits for nothing, and some that all run always go
-    on. What is summed in which order does not depend on P.
+    ``band`` is ``[matrices, S, 2 B]``, entry j + i, j of the matrix at place B + j, i, zero before and beyond the
+    matrix, and S is D + 2 B at least: no step reaches further. ``counter``, ``[matrices, D]`` and zero, counts the
+    steps of each sweep that are done. A sweep waits for the one before it alone, and a program takes its sweeps in
+    order: where all programs run, the earliest sweep that is not done can always go on. Nothing that is found depends
+    on P.
 
-    A block of B by B is read as an array of four axes, rows apart by R and columns by C: R times C threads of a warp have
-    neighbours, and a thread has some rows and some columns, so that sums along both are short.
+    A block of B by B is read as an array of four axes, R neighbouring rows and C neighbouring columns two of them, for
+    the threads of a warp: a thread has some rows and some columns, so that sums along both are short. Which axis goes
+    to threads next to the rows differs between versions of Triton, the first or the third; both are columns.
     """
     matrix = (tl.program_id(0) // P).to(tl.int64)
     own = tl.program_id(0) % P
     band += matrix * S * (2 * B)
     counter += matrix * D
     i = tl.arange(0, B)
-    column, row = _parts(B, R, C)
-    places = column * (2 * B - 1) + row
+    places, below = _parts(B, R, C)
     for sweep in range(own, D - 2, P):
         tau = tl.zeros((), dtype=tl.float64)
         v = tl.zeros((B,), dtype=tl.float64)
         before = tl.cdiv(D - sweep, B)  # steps of the sweep before
         for step in range(0, tl.cdiv(D - 1 - sweep, B)):
+            beside = band + (sweep + 1 + step * B) * (2 * B) + B
+            on = beside + (2 * B - 1) * B
+            # The first block of all has one column, the last: those before it are done, and zero in these rows.
+            cleared = beside + tl.where(step > 0, 0, (2 * B - 1) * (B - 1)) + i
             if sweep > 0:
                 wait(counter + sweep - 1, tl.minimum(step + 2, before))
-            # What the first step clears is one column, next to the block on the diagonal.
-            first = sweep + 1 + step * B
-            left = tl.where(step > 0, first - B, sweep)
-            live = column < tl.where(step > 0, B, 1)
-            beside = band + left * (2 * B) + (first - left)
-            on = band + first * (2 * B)
-            # All at once, and last what must be handed on among threads: that waits for it.
-            tile = tl.load(beside + places, mask=live, other=0.0, cache_modifier=".cg")
-            square = tl.load(on + places, mask=row >= column, other=0.0, cache_modifier=".cg")
-            x = tl.load(beside + i, cache_modifier=".cg")
-            tile = _whole(tile, B)
-            square = _whole(square, B)
+            tile = _whole(tl.load(beside + places, cache_modifier=".cg"), B)
+            square = _whole(tl.load(on + places, mask=below, other=0.0, cache_modifier=".cg"), B)
+            x = tl.load(cleared, cache_modifier=".cg")
+            diagonal = tl.load(on + 2 * B * i, cache_modifier=".cg")
 
             # The reflector of the step before, from the right; of this step's, what it is made of.
             y = tau * tl.sum(tile * v[:, None], axis=0)
@@ -104,13 +108,15 @@ def chase(band, counter, D, S, P, B: tl.constexpr, R: tl.constexpr, C: tl.conste
             beta, tau, v = _reflector(x - y, i)
             z = tau * tl.sum(tile * v[None, :], axis=1)
             tile -= z[:, None] * v[None, :]
-            tile = tl.where(i[:, None] == 0, tl.where(i[None, :] == 0, beta, 0.0), tile)
-            tl.store(beside + places, _apart(tile, B, R, C), mask=live)
+            tl.store(beside + places, _apart(tile, B, R, C))
 
             # From both sides: of the symmetric block what is above the diagonal is not kept.
-            below = tl.where(i[None, :] > i[:, None], square, 0.0)
-            w = tl.sum(below * v[:, None], axis=0) + tl.sum(square * v[None, :], axis=1)
+            w = tl.sum(square * v[:, None], axis=0) + tl.sum(square * v[None, :], axis=1) + diagonal * v
             w = tau * w - (0.5 * tau * tau * tl.sum(w * v, axis=0)) * v
-            square -= v[:, None] * w[None, :] + w[:, None] * v[None, :]
-            tl.store(on + places, _apart(square, B, R, C), mask=row >= column)
+            square -= v[:, None] * w[None, :]
+            square -= w[:, None] * v[None, :]
+            tl.store(on + places, _apart(square, B, R, C), mask=below)
+            tl.store(on + 2 * B * i, diagonal - 2 * v * w)
+            tl.debug_barrier()  # other threads have written there, with the block
+            tl.store(cleared, tl.where(i == 0, beta, 0.0))
             arrive(counter + sweep)

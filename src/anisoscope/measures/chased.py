@@ -40,8 +40,8 @@ def chased(
 def _chased(band: Float[Tensor, "m d w"], programs: int | None) -> tuple[Float[Tensor, "m d"], Float[Tensor, "m e"]]:
     many, width, room = band.shape
     size = room // 2
-    work = band.new_zeros(many, width + size, room)
-    work[:, :width] = band
+    work = band.new_zeros(many, width + room, room)
+    work[:, size : size + width] = band
     each = programs or 1
     if programs is None and band.is_cuda:
         processors = torch.cuda.get_device_properties(band.device).multi_processor_count
@@ -51,9 +51,10 @@ def _chased(band: Float[Tensor, "m d w"], programs: int | None) -> tuple[Float[T
         options["launch_cooperative_grid"] = True  # refused, not begun, where not all of them can run at once
     counter = torch.zeros(many, width, dtype=torch.int32, device=band.device)
     kernels_of("chase").chase[(many * each,)](
-        work, counter, width, width + size, each, B=size, R=min(ROWS, size), C=min(COLUMNS, size), **options
+        work, counter, width, width + room, each, B=size, R=min(ROWS, size), C=min(COLUMNS, size), **options
     )
-    return work[:, :width, 0], work[:, : width - 1, 1]
+    found = work[:, size : size + width]
+    return found[:, :, 0], found[:, :-1, 1]
 
 
 def _by_kernels(tensor: Tensor) -> bool:
