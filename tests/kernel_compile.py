@@ -19,6 +19,7 @@ from anisoscope.kernels import (
     jacobi,
     nearest,
     pairs,
+    residues,
     rows,
     shifted,
     solves,
@@ -94,6 +95,21 @@ def half_grams(cut):
     }
 
 
+def residue_grams(cut):
+    """The pass that measures columns, the one that forms remainders, their products, and what puts these together."""
+    types = CELLS | {"places": "*i32", "units": "*fp64", "squares": "*fp64", "residues": "*i8", "moduli": "*i32"}
+    types |= {"total_rows": "i32", "part": "i64"}
+    tile = {"K": cut.rows, "B": cut.columns, "W": cut.window}
+    measured = {"R": cut.squared, "C": cut.columns, "SHARES": 8}
+    joined = types | {"residues": "*u8"}
+    return {
+        "column_squares": compiled(residues.column_squares, measured, **types),
+        "residues_of_rows": compiled(residues.residues_of_rows, {"K": cut.rows, "C": cut.block}, **types),
+        "residue_grams": compiled(residues.residue_grams, tile, cut.warps, **types | {"out": "*u8"}),
+        "joined_grams": compiled(residues.joined_grams, {"B": cut.joined}, **joined),
+    }
+
+
 def type_distances(width, row="*fp32"):
     tile = types.tiling(width)
     sizes = {"SAME": 1e-12} | {name: tile[name] for name in ("R", "K")}
@@ -130,6 +146,7 @@ def main():
         "decompose of 8": compiled(jacobi.decompose, {"SWEEPS": 30, "K": 5, "P": 8}, **wide(jacobi.decompose)),
         "cell_grams": cell_grams(grams.SMALL),
         **half_grams(grams.HALVES),
+        **residue_grams(residues.CUT),
         **{f"type_distances of {width}": type_distances(width) for width in (16, 768, 2048, types.WIDEST)},
         "type_distances in half precision": type_distances(2048, "*bf16"),
         "column_sums in half precision": compiled(

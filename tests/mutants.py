@@ -47,6 +47,7 @@ CHASED = "tests/test_chased.py"
 JACOBI, GRAMS = "tests/test_small_eigh.py", "tests/test_grams.py"
 WAITS, TYPES = "tests/test_waits.py", "tests/test_type_kernel.py"
 SHARING, BANDS = "tests/test_stacked_sharing.py", "tests/test_band_forms.py"
+RESIDUES = "tests/test_residues.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
     Mutant(A, "(float(total @ total) - n) / (n * (n - 1))", "float(total @ total) / n**2", (ORACLES,)),
@@ -426,6 +427,18 @@ MUTANTS = [
     Mutant("kernels/grams.py", "(total - (both - back)) + (new - back)", "0.0 * back", (GRAMS,), "grow"),
     Mutant("kernels/grams.py", "rest = tl.dot(a1, b1, rest)", "rest = rest", (GRAMS,), "float64_says"),
     Mutant("kernels/grams.py", "tiles - 1 + tiles % 2 - line", "tiles - 1 - line", (GRAMS,), "float64_says"),
+    Mutant("kernels/residues.py", "left + NEAREST", "left + 0.5 + NEAREST", (RESIDUES,), "integers"),
+    Mutant(
+        "kernels/residues.py",
+        "        found = _from_zero(found, modulus)",
+        "    found = _from_zero(found, modulus)",
+        (RESIDUES,),
+        "31_bits",
+    ),
+    Mutant("kernels/residues.py", "tl.where(x < 0, x + modulus, x)", "x", (RESIDUES,), "integers"),
+    Mutant("stats/residues.py", "(1023 - 31)", "(1023 - 32)", (RESIDUES,), "integers"),
+    Mutant("stats/residues.py", "torch.where(exponent < 2047, units, torch.nan)", "units", (RESIDUES,), "no_number"),
+    Mutant("stats/moments.py", "rows.dtype == torch.float32 and residues", "residues", (RESIDUES,), "must_be_exact"),
     Mutant("kernels/controls.py", "inverses + (p * draws + b) * K * K", "inverses + b * K * K", (KERNEL_CONTROLS,)),
     Mutant("kernels/controls.py", "n = tl.load(numbers + s)", "n = tl.load(numbers)", (KERNEL_CONTROLS,)),
     Mutant("kernels/early.py", "if _begun or not torch", "if not torch", ("tests/test_early.py",)),

@@ -60,7 +60,7 @@ import sys, torch
 from anisoscope.kernels import early
 early._get_ready()
 import triton.runtime.cache as cache
-kernels = {"band", "codes", "controls", "factors", "grams", "jacobi", "nearest", "pairs", "rows", "shifted", "visits"}
+kernels = {"band", "codes", "controls", "factors", "grams", "jacobi", "nearest", "pairs", "residues", "rows", "visits"}
 assert {f"anisoscope.kernels.{one}" for one in kernels} <= set(sys.modules)
 assert cache.triton_key.cache_info().currsize == 1
 assert not torch.cuda.is_initialized()

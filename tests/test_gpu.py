@@ -292,6 +292,49 @@ def test_products_of_wide_rows_by_cell():
         assert torch.equal(found[::2, 6], grams(rows[::2, 1701:4095])), "sites and rows of something larger"
 
 
+def test_exact_products_of_wide_rows_are_those_of_integers(monkeypatch):
+    """Against float64: products, eigenvalues over eight decades, and effective ranks, with what a look asks for."""
+    from anisoscope.measures import stacked
+    from anisoscope.stats import residues
+    from anisoscope.stats.moments import cell_grams, grams
+
+    if not residues.fits(5000, 1024, torch.device("cuda", 0)):
+        pytest.skip("products of integers are for compute capability 9.0")
+    draw = torch.Generator("cuda").manual_seed(0)
+    for width in (1024, 2100):
+        rows = torch.randn(3, 5000, width, generator=draw, device="cuda") + 0.5
+        rows = rows * torch.logspace(-6, 6, width, device="cuda")
+        rows[1, 1700, 5], rows[2, 40, 7], rows[:, 9, 8], rows[..., 11] = torch.nan, torch.inf, 1e30, 0.0
+        ends = [0, 1, 33, 700, 700, 1701, 4095, 5000]
+        found, right = cell_grams(rows, ends, exact=True), cell_grams(rows.double(), ends)
+        assert torch.equal(found.isnan(), ~right.isfinite()), "as float64 would"
+        assert torch.equal(found.nan_to_num(), found.mT.nan_to_num())
+        size = right.diagonal(dim1=2, dim2=3).sqrt()
+        gap = (found - right).abs() / (size[..., None] * size[..., None, :]).clamp_min(1e-300)
+        assert float(gap.nan_to_num().max()) < 2e-9, (width, gap.nan_to_num().amax(dim=(0, 2, 3)).tolist())
+        out = torch.empty(3, 8, 2, width, width, dtype=torch.float64, device="cuda")
+        again = cell_grams(rows, ends, out[:, :, 1], exact=True)
+        assert torch.equal(found.nan_to_num(), again.nan_to_num()), "the same bits"
+        large = rows.repeat(1, 2, 1)[::2, 4095:9095]
+        assert torch.equal(
+            grams(large, exact=True).nan_to_num(), cell_grams(large, [5000], exact=True)[:, 0].nan_to_num()
+        )
+    turned = torch.linalg.qr(torch.randn(1024, 1024, generator=draw, device="cuda").double()).Q
+    rows = torch.randn(2, 8192, 1024, generator=draw, device="cuda").double() * torch.logspace(0, -4, 1024).cuda()
+    rows = (rows @ turned).float()
+    mine, right = (torch.linalg.eigvalsh(x) for x in (grams(rows, exact=True), grams(rows.double(), exact=True)))
+    assert float(((mine - right) / right).abs().max()) < 1e-5
+    names = ("spectral_ratio", "isoscore", "effective_rank")
+    found = stacked.begin(rows + 3, names)()
+    monkeypatch.setattr(residues, "fits", lambda n, width, device: False)
+    for mine, one in zip(found, stacked.begin(rows + 3, names)(), strict=True):
+        for name in names:
+            assert abs(mine[name].value - one[name].value) < 1e-7 * one[name].value, name
+            bars = mine[name].stderr, one[name].stderr
+            assert (bars[0] is None) == (bars[1] is None), name
+            assert bars[1] is None or abs(bars[0] - bars[1]) < 1e-4 * bars[1], name
+
+
 def test_distances_by_type_are_those_of_plain_sums():
     """Widths of one warp and of many, one with tiles that end beyond the row; a type with a fifth of all rows."""
     from anisoscope.tangent.stacked_types import Types, fits, plain_sums, sums_by_kernel

@@ -20,6 +20,7 @@ from anisoscope.measures.cells import Cells, CellSums
 from anisoscope.measures.row_kernels import CentredRows
 from anisoscope.measures.uncertainty import spread_runs
 from anisoscope.rows import largest_sizes
+from anisoscope.stats import residues
 from anisoscope.stats.moments import cell_grams, grams, in_parts
 
 WIDE_CELLS = 1 << 27  # entries held as float64 at a time
@@ -49,8 +50,9 @@ class Sums:
     ) -> tuple[Sums, CellSums | None]:
         """Of all rows, and of each cell where there are cells.
 
-        ``exact``: products in float64 at every width. Small singular values, which an effective rank counts in full,
-        drown in the rounding of parts that tensor cores multiply.
+        ``exact``: products in float64 at every width, or, where ``residues.fits``, of integers, from centred rows that
+        are rounded to float32: entries are then off by about 1e-8 of the lengths of both columns. Small singular
+        values, which an effective rank counts in full, are kept either way; in parts of float16 they drown.
         """
         sites, n, width = rows.shape
         covariance = rows.new_empty(sites, width, width, dtype=torch.float64)
@@ -60,7 +62,7 @@ class Sums:
             if cells is None or scatter is None:
                 covariance[few] = grams(seen.centred.rows, exact=exact)
             else:
-                _put_together(seen, cells, scatter[few], covariance[few])
+                _put_together(seen, cells, scatter[few], covariance[few], exact=exact)
 
         joined = _tables(rows, multiply, directions=directions, exact=exact, cells=cells)
         by_cell = None
@@ -117,15 +119,18 @@ class Seen:
 
 
 def _seen(rows: Float[Tensor, "s n d"], *, exact: bool, cells: Cells | None) -> Seen:
-    near = not exact and in_parts(rows.shape[2], rows.device)
+    _, n, width = rows.shape
+    near = residues.fits(n, width, rows.device) if exact else in_parts(width, rows.device)
     visited = visited_by_kernels if kernels_run(rows.device) else visited_plainly
     return visited(rows, torch.float32 if near else torch.float64, cells)
 
 
-def _put_together(seen: Seen, cells: Cells, scatter: Float[Tensor, "s c d d"], whole: Float[Tensor, "s d d"]) -> None:
+def _put_together(
+    seen: Seen, cells: Cells, scatter: Float[Tensor, "s c d d"], whole: Float[Tensor, "s d d"], *, exact: bool
+) -> None:
     """Write the scatter of each cell's rows about their own mean, and that of all rows about theirs."""
     assert seen.means is not None
-    cell_grams(seen.centred.rows, cells.ends, scatter)
+    cell_grams(seen.centred.rows, cells.ends, scatter, exact=exact)
     apart = (seen.means - seen.mean[:, None]) * cells.counts.sqrt()[:, None]
     torch.sum(scatter, dim=1, out=whole)
     whole.baddbmm_(apart.mT, apart)

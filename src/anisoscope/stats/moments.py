@@ -16,6 +16,7 @@ from torch import Tensor
 from anisoscope.errors import ShapeError
 from anisoscope.kernels import kernels_of, kernels_run, on_its_device, sent
 from anisoscope.rows import largest_size, power_of_two_scale
+from anisoscope.stats import residues
 from anisoscope.stats.precision import full_precision, has_tensor_cores, on_tensor_cores, two_parts
 
 Precision: TypeAlias = Literal["mixed", "float64"]
@@ -269,19 +270,32 @@ def _by_kernel(width: int, device: torch.device) -> bool:
 
 
 def grams(rows: Float[Tensor, "s n d"], *, exact: bool = False) -> Float[Tensor, "s d d"]:
-    """``y^T y`` of the rows of each site, float64; wide rows on tensor cores as float32 in parts, unless ``exact``."""
-    if not exact and in_parts(rows.shape[2], rows.device):
-        return cell_grams(rows.float(), (rows.shape[1],))[:, 0]
+    """``y^T y`` of the rows of each site, float64; wide rows on tensor cores as float32 in parts, unless ``exact``.
+
+    Then float32 rows are multiplied as integers, where ``residues.fits``, and all others in float64.
+    """
+    if _as_integers(rows) if exact else in_parts(rows.shape[2], rows.device):
+        return cell_grams(rows.float(), (rows.shape[1],), exact=exact)[:, 0]
     return gram(rows.double(), least=PARTED_WIDTH)  # strips are more launches, and pay where products are large
 
 
+def _as_integers(rows: Float[Tensor, "s n d"]) -> bool:
+    """Whether products of these rows that must be exact are formed of integers."""
+    return rows.dtype == torch.float32 and residues.fits(rows.shape[1], rows.shape[2], rows.device)
+
+
 def cell_grams(
-    rows: Float[Tensor, "s n d"], ends: Sequence[int], out: Float[Tensor, "s c d d"] | None = None
+    rows: Float[Tensor, "s n d"],
+    ends: Sequence[int],
+    out: Float[Tensor, "s c d d"] | None = None,
+    *,
+    exact: bool = False,
 ) -> Float[Tensor, "s c d d"]:
     """``y^T y`` of the rows of each site and cell, float64; written to ``out``, where that is given.
 
     Each cell of rows ends before the row that ``ends`` says, and begins where the one before it ends. Wide rows are
-    multiplied in parts, as by ``grams``: all at once where there are kernels. Those of float64 never are.
+    multiplied in parts, as by ``grams``: all at once where there are kernels. Those of float64 never are, nor any that
+    must be ``exact``.
     """
     sites, n, width = rows.shape
     bounds = [0, *ends]
@@ -292,6 +306,10 @@ def cell_grams(
         out = torch.empty(shape, dtype=torch.float64, device=rows.device)
     elif out.shape != shape or out.dtype != torch.float64 or out.stride()[2:] != (width, 1):
         raise ShapeError(f"products are {shape} of whole float64 matrices, got {tuple(out.shape)} of {out.dtype}")
+    if exact and _as_integers(rows):
+        return residues.cell_grams(rows, ends, out)
+    if exact:
+        rows = rows.double()
     if rows.dtype != torch.float64 and _by_kernel(width, rows.device):
         single = rows.float()
         _launched(single if single.stride(2) == 1 else single.contiguous(), bounds, out)
@@ -309,7 +327,7 @@ def cell_grams(
             for site, one in enumerate(part):
                 out[site, cell] = gram_in_parts(one.float())
         else:
-            out[:, cell] = grams(part, exact=True)
+            out[:, cell] = grams(part.double(), exact=True)
     return out
 
 
