@@ -87,14 +87,34 @@ def others():
 
 def not_finite():
     """They end, and those beside them are as ever."""
-    given = symmetric(draw(4, 3, 3, seed=11))
+    given = symmetric(draw(5, 3, 3, seed=11))
     with np.errstate(all="ignore"):
-        alone = small_eigh.small_eigh(given[3:])
+        alone = small_eigh.small_eigh(given[4:])
         given[0, 1, 1], given[1, 0, 2], given[2] = float("nan"), float("inf"), float("nan")
+        given[3] = torch.eye(3)  # with a diagonal as values have it already
+        given[3, 0, 1] = float("nan")
         values, vectors = small_eigh.small_eigh(given)
-    return torch.equal(values[3:], alone[0]) and torch.equal(vectors[3:], alone[1])
+    same = torch.equal(values[4:], alone[0]) and torch.equal(vectors[4:], alone[1])
+    return same and bool(values[:4].isnan().all())
+
+
+def of_the_symmetric_part():
+    """How far values of a matrix with rounding on one side lie from those of its symmetric part, of that rounding."""
+    given = symmetric(draw(1, 5, 5, seed=12))
+    slanted = given + 1e-9 * draw(1, 5, 5, seed=13).tril(-1)
+    values = small_eigh.small_eigh(slanted)[0]
+    return float((values - torch.linalg.eigvalsh(symmetric(slanted))).abs().max() / 1e-9)
 
 
 if __name__ == "__main__":
     small_eigh.kernels_run = lambda device: True
-    print(json.dumps({"covariances": covariances(), "others": others(), "not finite": not_finite()}))
+    print(
+        json.dumps(
+            {
+                "covariances": covariances(),
+                "others": others(),
+                "not finite": not_finite(),
+                "symmetric part": of_the_symmetric_part(),
+            }
+        )
+    )

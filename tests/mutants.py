@@ -315,7 +315,7 @@ MUTANTS = [
     Mutant("tangent/stacked_controls.py", "MOMENT_BITS - torch.frexp", "40 - torch.frexp", (KERNEL_CONTROLS,)),
     Mutant("tangent/stacked_controls.py", "powers.clamp_max(MOST_POWER)", "powers", (KERNEL_CONTROLS,)),
     Mutant("tangent/stacked_types.py", "torch.where(unit > 0, spread, torch.nan)", "spread", (TYPES,)),
-    Mutant("tangent/stacked_types.py", "torch.where(alike_all.T, torch.nan, spread)", "spread", (TYPES,)),
+    Mutant("tangent/stacked_types.py", "spread.masked_fill_(alike.mT, torch.nan)", "spread", (TYPES,)),
     Mutant("kernels/controls.py", "high if LEFT else low", "low if LEFT else high", (KERNEL_CONTROLS,)),
     Mutant("kernels/visits.py", "if left > 2:", "if True:", (KERNELS,), "half_steps"),
     Mutant(
@@ -392,7 +392,7 @@ MUTANTS = [
         "values > -1, values, 0.0",
         (STACKED,),
     ),
-    Mutant("measures/stacked.py", "2 * entropy - held.log()", "entropy - held.log()", (STACKED,)),
+    Mutant("measures/stacked.py", "torch.add(held.log(), inner, alpha=2)", "torch.add(held.log(), inner)", (STACKED,)),
     Mutant("measures/stacked_spectra.py", "(a[:, None] + b[:, None]", "(a[:, None] - b[:, None]", (STACKED,)),
     Mutant("measures/stacked_spectra.py", "self.vectors[:, :, -1:]", "self.vectors[:, :, :1]", (STACKED,)),
     Mutant("measures/tridiagonal.py", "STEP = 0.59", "STEP = 0.72", (TRIDIAGONAL,), "rational"),
@@ -419,6 +419,39 @@ MUTANTS = [
     Mutant("measures/band_forms.py", "ABOVE = 64", "ABOVE = 0", (BANDS,), "kernels"),
     Mutant("kernels/factors.py", "(1 / tl.sqrt(pivots))", "pivots", (KERNELS,), "triangular"),
     Mutant("kernels/factors.py", "tl.where(pivot > limit, 1, 0)", "1", (KERNELS,), "triangular"),
+    Mutant("kernels/factors.py", "tl.where(tl.load(lost + at), 0, sure)", "sure", (KERNELS,), "triangular"),
+    Mutant("kernels/factors.py", "growth = (power + 1 / power) / 2", "growth = power", (KERNELS,), "triangular"),
+    Mutant(
+        "kernels/factors.py", "1, 0), axis=0)\n    captured", "1, 1), axis=0)\n    captured", (KERNELS,), "triangular"
+    ),
+    Mutant("kernels/jacobi.py", 'tl.where(finite, own * unit, float("nan"))', "own * unit", (JACOBI,), "not_finite"),
+    Mutant(
+        "kernels/jacobi.py",
+        "a += 0.5 * tl.load(matrix + columns * K + rows",
+        "a += 0.5 * tl.load(matrix + rows * K + columns",
+        (JACOBI,),
+        "one_side",
+    ),
+    Mutant(
+        "measures/small_eigh.py", "torch.where(finite[:, None], values, torch.nan)", "values", (JACOBI,), "not_finite"
+    ),
+    Mutant(
+        "measures/stacked_sums.py",
+        "(count - 1, count + 1))[:, :, :-1]",
+        "(count - 1, count + 1))",
+        (STACKED,),
+        "together",
+    ),
+    Mutant("measures/stacked.py", 'ratio[:, None] * here["radius means"]', "ratio[:, None]", (STACKED,), "together"),
+    Mutant(
+        "tangent/stacked_types.py",
+        "torch.stack([weights, self.w",
+        "torch.stack([self.weights[1], self.w",
+        (STACKED,),
+        "together",
+    ),
+    Mutant("tangent/stacked_types.py", "y - y @ counts.moments[:, 0, :, None]", "y", (TYPES,)),
+    Mutant("tangent/stacked_fits.py", "1 - on.double()", "on.double()", (STACKED,), "together"),
     Mutant("kernels/jacobi.py", "0.5 + 0.375 * error", "0.5", (JACOBI,), "eigenpairs"),
     Mutant("kernels/jacobi.py", "swap = turns & (apart > 0)", "swap = turns & (apart < 0)", (JACOBI,), "eigenpairs"),
     Mutant("kernels/jacobi.py", "(other == own) & (columns < rows)", "other != other", (JACOBI,), "eigenpairs"),

@@ -306,8 +306,21 @@ def factors():
         "worst": float(((out[[0, 3]] - truth).abs() / truth.abs().max()).max()), "good": good.tolist(),
         "finite": bool(torch.isfinite(out).all()), "upper": float(out.triu(1).abs().max()),
         "orthonormal": float((basis.mT @ basis - torch.eye(11).double()).abs().max()),
-        "plans": _plans(),
+        "plans": _plans(), "settled": _settled(), "lengths": _of_all_lengths(),
     }  # fmt: skip
+
+
+def _of_all_lengths():
+    """Errors of columns made orthonormal whose lengths differ by eighty decades, and what they span; whether they do,
+    and whether those with one twice do."""
+    columns = draw(2, 40, 11, seed=1).double() * torch.logspace(40, -40, 11, dtype=torch.float64)
+    columns[1, :, 9] = columns[1, :, 2] * 1e-50
+    plain, leading.kernels_run = leading.kernels_run, lambda device: True
+    basis, good = leading.orthonormal_columns(columns)
+    leading.kernels_run = plain
+    truth = torch.linalg.qr(columns[0] / columns[0].norm(dim=0)).Q
+    error = (basis[0].T @ basis[0] - torch.eye(11).double()).abs().max()
+    return [float(error), float((basis[0] @ basis[0].T - truth @ truth.T).abs().max()), good.tolist()]
 
 
 def _plans():
@@ -317,7 +330,7 @@ def _plans():
     values = torch.stack([1 / places, 1e6 / places**3, 1 - places / 1e7, 2 - places / 16, 1 / places, 1 / places])
     residuals = values.abs() * torch.tensor([1e-12, 1e-5, 1e-2, 1e-4, 2e-10, 1.0]).double()[:, None]
     residuals[4, 1::2] = 1e-3 * values[4, 1::2] * (1 - 1e-9)
-    ritz = leading._Ritz(values, torch.empty(6, 3, leading.BLOCK).double(), residuals, torch.ones(6, dtype=torch.bool))
+    ritz = leading._Ritz(values, torch.empty(6, 3, leading.BLOCK).double(), residuals)
     worst = 0.0
     for most, warm in ((16, 0), (16, 16), (3, 7)):
         mine = leading.planned(values, residuals, most, warm)
@@ -325,6 +338,26 @@ def _plans():
         for one, other in ((a.double(), b.double()) for a, b in zip(mine, plain, strict=True)):
             worst = max(worst, float(((one - other) / other.abs().clamp_min(1e-9)).abs().max()))
     return worst
+
+
+def _settled():
+    """What the kernel and plain steps say of blocks: grown enough and not quite, with a residual that is too large
+    among the wanted and behind them, not near, lost, below the edge, no numbers, without bound."""
+    rank, width, yes = 16, 400, torch.ones(9, dtype=torch.bool)
+    values = (1 / torch.arange(1, leading.BLOCK + 1).double()).repeat(9, 1)
+    values[7], values[8, 0] = torch.nan, torch.inf
+    residuals, half = values * leading.EXACT * 0.9, values[:, -1] / 2
+    residuals[2, rank - 1], residuals[3, rank] = leading.EXACT * values[2, rank - 1] * 1.1, 1.0
+    half[6] = values[6, 0]
+    enough = (values[0, rank - 1] / (leading.CAPTURED * values[0, :rank].sum())).sqrt() * width**0.5 / leading.CHANCE
+    degree = (enough * torch.tensor([1.01, 0.99, *[1.01] * 7])).acosh() / (values[:, rank - 1] / half - 1).acosh()
+    degree[6:] = 9.0
+    near, lost = yes.clone(), ~yes
+    near[4], lost[5] = False, True
+    plan = leading._Filter(values > 9, values, half, degree, near)
+    ritz = leading._Ritz(values, torch.empty(9, width, leading.BLOCK).double(), residuals)
+    mine = leading.settled(values, residuals, plan, lost, rank, width)
+    return [mine.tolist(), leading._State(ritz, values, 0, plan, lost).settled(rank).tolist()]
 
 
 def biases():

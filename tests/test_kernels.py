@@ -169,6 +169,9 @@ def test_inverses_of_triangular_factors():
     found = run("factors", script="row_kernel_cases.py")
     assert found["good"] == [True, False, False, True] and found["finite"] and found["upper"] == 0, found
     assert found["worst"] < 1e-12 and found["orthonormal"] < 1e-12 and found["plans"] < 1e-14, found
+    *errors, sound = found["lengths"]
+    assert max(errors) < 1e-12 and sound == [True, False], found
+    assert found["settled"] == [[True, False, False, True, *[False] * 5]] * 2, found
 
 
 def test_the_rule_can_be_read():

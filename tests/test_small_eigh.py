@@ -23,6 +23,15 @@ def test_the_kernel_finds_eigenpairs(cases, kind):
 
 def test_entries_that_are_not_finite_end_and_change_no_other_matrix(cases):
     assert cases["not finite"] is True
+    given = symmetric(3, 5)
+    given[1, 2, 2] = torch.inf
+    values, _ = small_eigh.small_eigh(given)
+    assert bool(values[1].isnan().all()), "and so of the library"
+    torch.testing.assert_close(values[[0, 2]], torch.linalg.eigvalsh(symmetric(3, 5)[[0, 2]]))
+
+
+def test_what_rounding_leaves_on_one_side_is_shared_by_both(cases):
+    assert cases["symmetric part"] < 1e-5
 
 
 def symmetric(many, width):

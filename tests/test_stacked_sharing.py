@@ -119,7 +119,7 @@ def test_fits_start_from_sums_that_are_given():
     sums = stacked_sums.Sums.of(rows, directions=False, exact=True, cells=cells)[1]
     given, made = Centred.of(rows, cells.rows, sums), Centred.of(rows, cells.rows)
     assert given.scatter.data_ptr() == sums.scatter.data_ptr(), "no copy"
-    assert torch.equal(given.counts, made.counts) and torch.equal(given.spread(), made.spread())
+    assert torch.equal(given.counts, made.counts) and torch.equal(given.spread, made.spread)
     assert torch.allclose(given.mean, made.mean, rtol=1e-14, atol=1e-13)
     # Products were those of rows rounded to float32.
     size = made.total[:, None, None] + 1e-12

@@ -97,10 +97,11 @@ def test_forms_leave_out_a_direction_that_rows_do_not_have():
     torch.testing.assert_close(found, truth, rtol=1e-3, atol=0)
 
 
-def test_forms_of_what_is_not_finite():
-    a, rows = covariances(2, 20)
+def test_forms_of_what_is_not_finite_or_nothing():
+    a, rows = covariances(3, 20)
     a[0, 3, 3] = torch.nan
-    one = torch.ones(2, dtype=torch.float64)
+    a[2] = 0
+    one = torch.ones(3, dtype=torch.float64)
     found = reduced(a).forms(rows.float(), one, one)
     assert torch.isnan(found[0]).all() and torch.isfinite(found[1]).all()
 

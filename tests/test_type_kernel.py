@@ -84,20 +84,24 @@ def test_correlations_are_those_of_the_drawn_pairs(monkeypatch, cells):
     monkeypatch.setattr(stacked_types, "RANK_CELLS", cells)
     x = (draw(25).abs() * 4).floor()
     y = torch.stack([draw(25, seed=1), draw(25, seed=2) + 1e4, (draw(25, seed=3) * 2).round(), torch.ones(25)])
-    weights = stacked_types._drawn(25, 12, 0)
-    found = stacked_types._correlations(stacked_types._Counts.of(x.double(), weights), y.double())
-    assert found.shape == (2, 4, 13)
+    drawn = torch.stack([stacked_types._drawn(25, 12, seed) for seed in (0, 1)])
+    drawn[0, :, 18:] = 0  # types that one of the centroids does without
+    both = stacked_types._correlations(
+        stacked_types._Counts.of(x.double(), drawn), torch.stack([y, y.flip(1)]).double()
+    )
+    assert both.shape == (2, 2, 4, 13)
 
     def ranked(values):
         return (values[:, None] > values).sum(axis=1) + (values[:, None] == values).sum(axis=1) / 2
 
-    for draws, weight in enumerate(weights.long()):
-        a = x.repeat_interleave(weight).numpy()
-        for site in range(3):
-            b = y[site].repeat_interleave(weight).numpy()
-            for kind, (one, two) in enumerate(((a, b), (ranked(a), ranked(b)))):
-                assert float(found[kind, site, draws]) == pytest.approx(np.corrcoef(one, two)[0, 1], abs=1e-11)
-    assert bool(found[:, 3].isnan().all())
+    for found, weights, values in zip(both, drawn, (y, y.flip(1)), strict=True):
+        for draws, weight in enumerate(weights.long()):
+            a = x.repeat_interleave(weight).numpy()
+            for site in range(3):
+                b = values[site].repeat_interleave(weight).numpy()
+                for kind, (one, two) in enumerate(((a, b), (ranked(a), ranked(b)))):
+                    assert float(found[kind, site, draws]) == pytest.approx(np.corrcoef(one, two)[0, 1], abs=1e-11)
+        assert bool(found[:, 3].isnan().all())
 
 
 def test_draws_with_equal_counts_have_no_correlation():
@@ -106,7 +110,7 @@ def test_draws_with_equal_counts_have_no_correlation():
     y[1] = 0.1
     y[1, 3] = 0.7
     weights = stacked_types._drawn(11, 400, 1)
-    found = stacked_types._correlations(stacked_types._Counts.of(x, weights), y)
+    found = stacked_types._correlations(stacked_types._Counts.of(x, weights[None]), y[None])[0]
     equal = weights[:, 10] == 0
     alike = (weights[:, 3] == 0) | (weights.sum(dim=1) == weights[:, 3])
     assert 50 < int(equal.sum()) < 350 and 50 < int(alike.sum()) < 350

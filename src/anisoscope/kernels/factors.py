@@ -72,3 +72,29 @@ def plan_filter(
     tl.store(half + at, lowest / 2)
     tl.store(nears + at, near)
     tl.store(degree + at, tl.minimum(tl.maximum(steps, 1.0), most))
+
+
+@triton.jit(do_not_specialize=["rank"])
+def settle(
+    values, residuals, half, degree, near, lost, settled, exact_at, least, rank, K: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """Which blocks have settled after one cycle of a filter from a start that was ``near`` and is not ``lost``.
+
+    None of the first ``rank`` of K Ritz values, largest first, has a residual above ``exact_at`` of it; and the last of
+    them is at most ``least`` of the sum of all these, times the square of what a direction with it has grown by.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, P)
+    wanted = p < rank
+    value = tl.load(values + at * K + p, mask=wanted, other=0.0)
+    left = tl.load(residuals + at * K + p, mask=wanted, other=0.0)
+    exact = tl.min(tl.where(left <= exact_at * value, 1, 0), axis=0)
+    captured = tl.sum(value, axis=0)
+    last = tl.load(values + at * K + rank - 1)
+    ratio = tl.maximum(last / tl.load(half + at) - 1, 1.0)
+    power = tl.exp(tl.load(degree + at) * tl.log(ratio + tl.sqrt(ratio * ratio - 1)))
+    growth = (power + 1 / power) / 2
+    sure = tl.where(last <= least * captured * growth * growth, exact, 0)
+    sure = tl.where(captured < float("inf"), sure, 0)
+    sure = tl.where(tl.load(near + at), sure, 0)
+    tl.store(settled + at, tl.where(tl.load(lost + at), 0, sure) > 0)

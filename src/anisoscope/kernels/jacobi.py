@@ -88,13 +88,17 @@ def _round(old, new, half, P: tl.constexpr):
 
 @triton.jit
 def decompose(matrices, values, vectors, scratch, SWEEPS: tl.constexpr, K: tl.constexpr, P: tl.constexpr):
-    """Eigenvalues, ascending, and eigenvectors of each symmetric float64 matrix of K rows; P is a power of two, and
-    ``scratch`` holds 4 P^2 numbers of each. Entries that are not finite end it too; what stands there is of no use."""
+    """Eigenvalues, ascending, and eigenvectors of the symmetric part of each float64 matrix of K rows; P is a power of
+    two, and ``scratch`` holds 4 P^2 numbers of each. Entries that are not finite end it too: values are NaN then, and
+    vectors of no use."""
     at = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, P)
     rows, columns = i[:, None], i[None, :]
     inside = (rows < K) & (columns < K)
-    a = tl.load(matrices + at * K * K + rows * K + columns, mask=inside, other=0.0)
+    matrix = matrices + at * K * K
+    a = 0.5 * tl.load(matrix + rows * K + columns, mask=inside, other=0.0)
+    a += 0.5 * tl.load(matrix + columns * K + rows, mask=inside, other=0.0)
+    finite = tl.sum(tl.sum(tl.where(tl.abs(a) < float("inf"), 0, 1), axis=1), axis=0) == 0
     largest = tl.max(tl.max(tl.abs(a), axis=1), axis=0)
     # A power of two: nothing is rounded, and squares in the turns stay within range.
     exponent = largest.to(tl.int64, bitcast=True) & 0x7FF0000000000000
@@ -117,6 +121,6 @@ def decompose(matrices, values, vectors, scratch, SWEEPS: tl.constexpr, K: tl.co
     # Zeros beyond K have met no one, and are not counted.
     own, other = tl.load(tile + rows * (P + 1)), tl.load(tile + columns * (P + 1))
     before = (columns < K) & ((other < own) | ((other == own) & (columns < rows)))
-    place = tl.sum(tl.where(before, 1, 0), axis=1)[:, None]
-    tl.store(values + at * K + place, own * unit, mask=rows < K)
+    place = tl.where(finite, tl.sum(tl.where(before, 1, 0), axis=1)[:, None], rows)
+    tl.store(values + at * K + place, tl.where(finite, own * unit, float("nan")), mask=rows < K)
     tl.store(vectors + at * K * K + columns * K + place, tl.load(tile + P * P + rows * P + columns), mask=inside)

@@ -123,7 +123,11 @@ class _State:
         return _State(ritz, self.ritz.values, 0, plan, plan.near & (ritz.values[:, -1] >= IDLE * 2 * plan.half))
 
     def settled(self, rank: int) -> Bool[Tensor, "m"]:
-        """For which matrices; asked of few states only, since it is a dozen small steps."""
+        """For which matrices; what is no number has not."""
+        if self.plan is not None and self.lost is not None and by_kernels(self.ritz.values):
+            return settled(
+                self.ritz.values, self.ritz.residuals, self.plan, self.lost, rank, self.ritz.columns.shape[1]
+            )
         values = self.ritz.values[:, :rank]
         captured = values.sum(dim=1)
         exact = (self.ritz.residuals[:, :rank] <= EXACT * values).all(dim=1)
@@ -135,7 +139,7 @@ class _State:
             none_missing = self.plan.near & (values[:, -1] * others.square() <= CAPTURED * captured)
         if self.lost is not None:
             none_missing &= ~self.lost
-        return self.ritz.sound & exact & none_missing & torch.isfinite(captured)
+        return exact & none_missing & (captured < torch.inf)
 
     def over(self, settled: Bool[Tensor, "m"]) -> Bool[Tensor, "m"]:
         """For which matrices more cycles would change nothing."""
@@ -162,7 +166,7 @@ class _Filter:
     @classmethod
     def of(cls, ritz: _Ritz, most: int, warm: int) -> _Filter:
         """Of degree ``most`` at most."""
-        if ritz.values.shape[1] <= FACTOR_WIDTH and kernels_run(ritz.values.device):
+        if by_kernels(ritz.values):
             return cls(*planned(ritz.values, ritz.residuals, most, warm))
         near = (ritz.residuals[:, :warm] <= NEAR * ritz.values[:, :warm]).all(dim=1, keepdim=True)
         lowest = torch.where(near, ritz.values[:, _edge(warm), None], ritz.values[:, -1:]).clamp_min(1e-300)
@@ -179,27 +183,27 @@ class _Filter:
 
 @dataclass(frozen=True)
 class _Ritz:
-    """Ritz values of a block, largest first, with their vectors and residuals; ``sound`` where they are numbers."""
+    """Ritz values of a block, largest first, with their vectors and residuals; NaN where they are no numbers."""
 
     values: Float[Tensor, "m b"]
     columns: Float[Tensor, "m d b"]
     residuals: Float[Tensor, "m b"]
-    sound: Bool[Tensor, "m"]
 
     @classmethod
     def of(cls, matrices: Float[Tensor, "m d d"], columns: Float[Tensor, "m d b"]) -> _Ritz:
         # Columns that depend on one another are made of rounding then, as good as any that are drawn.
         columns, _ = orthonormal_columns(columns)
         images = matrices @ columns
-        small = columns.mT @ images
-        # What is not finite would end the decomposition of all of them.
-        good = torch.linalg.vector_norm(small, dim=(1, 2)) < torch.inf
-        eye = _eye(small.shape[1], small.dtype, small.device)
-        values, vectors = small_eigh(torch.where(good[:, None, None], torch.lerp(small, small.mT, 0.5), eye))
+        values, vectors = small_eigh(columns.mT @ images)
         values, vectors = values.flip(1), vectors.flip(2)
         columns = columns @ vectors
         left = torch.linalg.vector_norm(torch.addcmul(images @ vectors, columns, values[:, None], value=-1), dim=1)
-        return cls(values, columns, left, good)
+        return cls(values, columns, left)
+
+    @property
+    def sound(self) -> Bool[Tensor, "m"]:
+        """Whether they are numbers: comparisons with what is none are false anyway."""
+        return self.values[:, 0].isnan().logical_not_()
 
     def filtered(self, matrices: Float[Tensor, "m d d"], plan: _Filter, most: int) -> Float[Tensor, "m d b"]:
         """The polynomial of each matrix, of degree ``most`` at most, times its columns."""
@@ -213,14 +217,13 @@ class _Ritz:
         return torch.where(plan.locked[:, None], self.columns, now)  # they have nothing to gain, and would lose digits
 
 
+def by_kernels(columns: Float[Tensor, "... b"]) -> bool:
+    """Whether the kernels take so many columns, where they are."""
+    return columns.shape[-1] <= FACTOR_WIDTH and kernels_run(columns.device)
+
+
 def _edge(warm: int) -> int:
     return BLOCK - 1 - (FRESH if warm else 0)
-
-
-@functools.lru_cache(maxsize=8)
-def _eye(width: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "b b"]:
-    """Nobody writes into it."""
-    return torch.eye(width, dtype=dtype, device=device)
 
 
 @functools.lru_cache(maxsize=8)
@@ -245,13 +248,28 @@ def planned(
     return locked, weights, half, degree, near
 
 
+@on_its_device
+def settled(
+    values: Float[Tensor, "m b"], residuals: Float[Tensor, "m b"], plan: _Filter, lost: Bool[Tensor, "m"], rank: int,
+    width: int,
+) -> Bool[Tensor, "m"]:  # fmt: skip
+    """``_State.settled`` after a cycle from a start, by the kernel, in one step for two dozen."""
+    many, columns = values.shape
+    found, least = torch.empty_like(lost), CAPTURED * CHANCE**2 / width
+    kernels_of("factors").settle[(many,)](
+        values, residuals, plan.half, plan.degree, plan.near, lost, found, EXACT, least, rank, K=columns,
+        P=1 << (columns - 1).bit_length(),
+    )  # fmt: skip
+    return found
+
+
 def orthonormal_columns(columns: Float[Tensor, "m d b"]) -> tuple[Float[Tensor, "m d b"], Bool[Tensor, "m"]]:
     """Orthonormal columns that span the same, and whether they do: columns that depend on one another to rounding are
     made of what rounding left of them."""
-    columns = columns / torch.linalg.vector_norm(columns, dim=1, keepdim=True).clamp_min(1e-300)
-    if columns.shape[2] <= FACTOR_WIDTH and kernels_run(columns.device):
-        columns, good = _turned(columns)
+    if by_kernels(columns):
+        columns, good = _turned(columns)  # whatever their lengths: a factor of each is one of its pivot
         return _turned(columns)[0], good  # what was next to nothing after the first time has a length after the second
+    columns = columns / torch.linalg.vector_norm(columns, dim=1, keepdim=True).clamp_min(1e-300)
     finite = torch.isfinite(columns).all(dim=2).all(dim=1)
     basis, triangle = torch.linalg.qr(torch.where(finite[:, None, None], columns, 0.0))
     return basis, finite & (triangle.diagonal(dim1=1, dim2=2).square() > DEPENDENT).all(dim=1)

@@ -14,17 +14,19 @@ SWEEPS = 30  # at most; covariances take ten, and the slowest known, graded valu
 
 
 def small_eigh(matrices: Float[Tensor, "m k k"]) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k k"]]:
-    """As ``torch.linalg.eigh`` of symmetric matrices: eigenvalues, ascending, and eigenvectors as columns.
+    """As ``torch.linalg.eigh`` of matrices that are symmetric up to rounding: eigenvalues, ascending, and eigenvectors
+    as columns.
 
-    Up to rounding of the largest eigenvalue, and vectors up to sign. Entries that are not finite must not be there:
-    a library raises an error, and the kernel leaves anything in their place.
+    Up to rounding of the largest eigenvalue, and vectors up to sign. Values are NaN of a matrix with entries that are
+    not finite, where a library would raise an error for all of them; its vectors are of no use.
     """
     many, width, _ = matrices.shape
     small = 0 < width <= WIDEST and many > 0 and matrices.dtype == torch.float64
     if small and kernels_run(matrices.device):
         return by_kernel(matrices.contiguous())
-    values, vectors = torch.linalg.eigh(matrices)
-    return values, vectors
+    finite = torch.isfinite(matrices).all(dim=2).all(dim=1)
+    values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], matrices, 0.0))
+    return torch.where(finite[:, None], values, torch.nan), vectors
 
 
 @on_its_device

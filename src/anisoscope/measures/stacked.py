@@ -23,6 +23,7 @@ from anisoscope.measures import row_kernels, stacked_masked
 from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order, unless_biased
 from anisoscope.measures.cells import Cells, SiteSums
 from anisoscope.measures.later import Going, Handover, beside, fetched_later, no_room, rejoined, side_stream
+from anisoscope.measures.row_kernels import squared_lengths
 from anisoscope.measures.spectrum import GRAM_LIMIT
 from anisoscope.measures.stacked_spectra import Spectra, begin_spectra
 from anisoscope.measures.stacked_sums import WIDE_CELLS, Sums, cut_runs
@@ -115,9 +116,9 @@ def begin_summed(
 
 def _begin_spectra(covariance: Float[Tensor, "s d d"]) -> Callable[[], Spectra]:
     # What is not finite would end the decomposition of all sites: such sites get the identity, and are left out.
-    good = torch.isfinite(covariance).all(dim=2).all(dim=1)[:, None, None]
-    eye = torch.eye(covariance.shape[1], device=covariance.device).double()
-    return begin_spectra(torch.where(good, covariance, eye))
+    good = torch.linalg.vector_norm(covariance, dim=(1, 2)) < torch.inf
+    eye = torch.eye(covariance.shape[1], dtype=torch.float64, device=covariance.device)
+    return begin_spectra(torch.where(good[:, None, None], covariance, eye))
 
 
 def _attempted(search: Callable[[], T]) -> T | None:
@@ -149,30 +150,26 @@ def _for_bars(rows: Float[Tensor, "s m d"]) -> bool:
 
 
 def _of_spectrum(sums: Sums, spectra: Spectra) -> dict[str, Tensor]:
-    """Eigenvalues, error bars of the first and of the effective rank, and the bias of the latter."""
-    values = spectra.values.flip(1).clamp_min(0)
-    values = torch.where(values > values[:, :1] * GRAM_LIMIT, values, 0.0)
-    total, first = sums.total[:, None], values[:, :1]
-    radius2 = torch.linalg.vector_norm(sums.rows, dim=2).double().square_()
+    """Eigenvalues, and what error bars of the first and of the effective rank, and the bias of the latter, follow from:
+    ``whole`` is the sum of sigma, ``weighted`` that of sigma log sigma, and biases of both are beside them."""
+    values = spectra.values.flip(1).clamp_min_(0)
+    values *= values > values[:, :1] * GRAM_LIMIT
     held = values.sum(dim=1)
     scaled = values / held[:, None]
     sigma = scaled.sqrt()
-    whole = sigma.sum(dim=1)
-    p = sigma / whole[:, None]
-    entropy = -torch.special.xlogy(p, p).sum(dim=1)
-    rank = entropy.exp()
+    whole, weighted = sigma.sum(dim=1), torch.special.xlogy(sigma, sigma).sum(dim=1)
+    inner = weighted / whole
+    rank = (whole.log() - inner).exp_()
     # By an eigenvalue l the rank grows by (a + b log l) / sqrt(l).
-    b = -rank / (4 * whole * held.sqrt())
-    a = b * (2 * entropy - held.log() - 2 * whole.log())
+    b = rank / (-4 * whole * held.sqrt())
+    a = b * torch.add(held.log(), inner, alpha=2).neg_()
     with on_tensor_cores(_for_bars(sums.rows)):
         along, on_axes = spectra.along_first(sums.rows), spectra.forms(sums.rows, a, b)
-    lead = (along - first) / total - first * (radius2 - total) / total**2
-    weighted = torch.special.xlogy(sigma, sigma).sum(dim=1)
     roots, logs = _biases(scaled, sums.n - 1)
-    bias = rank * ((1 / whole + weighted / whole**2) * roots - logs / whole)
     return {
-        "values": values, "lead means": sums.means(lead), "rank": rank, "rank means": sums.means(on_axes),
-        "rank bias": bias,
+        "values": values, "along means": sums.means(along), "radius means": sums.means(squared_lengths(sums.rows)),
+        "rank": rank, "rank means": sums.means(on_axes), "whole": whole, "weighted": weighted, "roots": roots,
+        "logs": logs,
     }  # fmt: skip
 
 
@@ -264,8 +261,9 @@ def _bars(means: Float[np.ndarray, "s g"], n: int) -> list[Bar]:
 def _spectral_ratios(here: dict[str, np.ndarray], n: int, width: int) -> Iterator[Estimate]:
     total, values = here["total"], here["values"]
     bias = np.minimum(_first_biases(values, total, n - 1) / total, 1.0).tolist()
-    ratio, method = (values[:, 0] / total).tolist(), "lambda_1 / sum lambda"
-    for value, found, off in zip(ratio, _bars(here["lead means"], n), bias, strict=True):
+    ratio, method = values[:, 0] / total, "lambda_1 / sum lambda"
+    means = (here["along means"] - ratio[:, None] * here["radius means"]) / total[:, None]  # but for what is in all
+    for value, found, off in zip(ratio.tolist(), _bars(means, n), bias, strict=True):
         bar, notes = unless_biased(found, off, "the leading eigenvalue is not separated from the rest")
         yield Estimate(value=value, n=n, method=method, notes=notes, **fields(bar))
 
@@ -280,8 +278,9 @@ def _first_biases(values: Float[np.ndarray, "s r"], total: Float[np.ndarray, "s"
 
 def _effective_ranks(here: dict[str, np.ndarray], n: int, width: int) -> Iterator[Estimate]:
     method = "exp entropy of sigma / sum sigma"
-    bars, bias = _bars(here["rank means"], n), here["rank bias"].tolist()
-    for value, found, off in zip(here["rank"].tolist(), bars, bias, strict=True):
+    rank, whole, weighted, roots, logs = (here[name] for name in ("rank", "whole", "weighted", "roots", "logs"))
+    bias = rank * ((1 / whole + weighted / whole**2) * roots - logs / whole)
+    for value, found, off in zip(rank.tolist(), _bars(here["rank means"], n), bias.tolist(), strict=True):
         bar, notes = unless_biased(found, off, "the spectrum of a sample is spread out")
         yield Estimate(value=value, n=n, method=method, notes=notes, **fields(bar))
 

@@ -71,8 +71,8 @@ class Decomposed:
     def forms(self, rows: Float[Tensor, "s m d"], a: Float[Tensor, "s"], b: Float[Tensor, "s"]) -> Float[Tensor, "s m"]:
         """See ``Spectra``."""
         least = tridiagonal.floor(self.values)[:, None]
-        safe = torch.where(self.values > least, self.values, 1.0)
-        weights = torch.where(self.values > least, (a[:, None] + b[:, None] * safe.log()) / safe.sqrt(), 0.0)
+        safe = torch.maximum(self.values, least)
+        weights = torch.addcmul(a[:, None], b[:, None], safe.log()).mul_(self.values > least).div_(safe.sqrt_())
         scores = (rows @ self.vectors.to(rows.dtype)).square_()
         return (scores.double() @ weights[:, :, None])[:, :, 0]
 

@@ -80,8 +80,8 @@ class Sums:
 
         def made(second: Float[Tensor, "s d d"]) -> Sums:
             whole = second.diagonal(dim1=1, dim2=2).sum(dim=1)
-            near = n * mean.square().sum(dim=1) <= MOST_MEAN * whole
-            apart = mean[:, None] * torch.where(near, n / (n - 1), torch.nan)[:, None, None]
+            most = n * mean.square().sum(dim=1) > MOST_MEAN * whole
+            apart = (mean * (n / (n - 1))).masked_fill_(most[:, None], torch.nan)[:, None]
             return cls._made(n, torch.baddbmm(second, mean[:, :, None], apart, beta=1 / (n - 1), alpha=-1), joined)
 
         return made
@@ -158,7 +158,7 @@ def _tables(
 
 def _table(rows: Float[Tensor, "s n d"], seen: Seen, *, directions: bool) -> dict[str, Tensor]:
     """What is kept of a few sites."""
-    centred, largest = seen.centred, seen.mean.abs().amax(dim=1)
+    centred, largest = seen.centred, torch.linalg.vector_norm(seen.mean, torch.inf, dim=1)
     found = _cosines(rows, centred.lengths.float(), seen.units()) if directions else {}
     if seen.means is None:
         some = _runs(centred.rows).flatten(1, 2)
@@ -233,15 +233,14 @@ def _cosines(
     along = (blocks @ total.float()[:, None, :, None])[:, :, :, 0] / lengths
     some = blocks[:, :, :: max(1, lengths[0].numel() // 256)].flatten(1, 2)
     some = some / torch.linalg.vector_norm(some, dim=2, keepdim=True)
-    gram = (some @ some.mT).double()
-    pairs = gram.shape[1] * (gram.shape[1] - 1)
-    trace = gram.diagonal(dim1=1, dim2=2).sum(dim=1)
-    mean = (gram.sum(dim=(1, 2)) - trace) / pairs
-    spread = (gram - mean[:, None, None]).square()
+    count = some.shape[1]
+    gram = (some @ some.mT).double().flatten(1)
+    # Behind each entry of the diagonal stand as many others as there are rows: the entries of all pairs.
+    apart = gram[:, 1:].unflatten(1, (count - 1, count + 1))[:, :, :-1]
     return {
         "cosine": total.square().sum(dim=1),
         "along": along.double().mean(dim=2),
-        "pairs": (spread.sum(dim=(1, 2)) - spread.diagonal(dim1=1, dim2=2).sum(dim=1)) / (pairs - 1),
+        "pairs": apart.var(dim=(1, 2)),
         "length": torch.stack(torch.aminmax(length, dim=1), dim=1),
     }
 

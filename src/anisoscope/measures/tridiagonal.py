@@ -85,13 +85,14 @@ def poles(
     largest = values[:, -1]
     middle = (counting.log() + largest.log()) / 4  # of log s: u runs about it, so that it is negative at one end only
     half = (largest.log() - counting.log()) / 4 + MARGIN
-    steps = (2 * half / STEP).ceil().clamp(max=POLE_COUNT - 1)
+    # Of a matrix without a spectrum half is no number; places must be within the poles all the same.
+    steps = (2 * half / STEP).ceil().nan_to_num_(nan=2.0).clamp_(2, POLE_COUNT - 1)
     step = 2 * half / steps
     k = torch.arange(POLE_COUNT, dtype=values.dtype, device=values.device)
     u = torch.minimum(k * step[:, None] - half[:, None], half[:, None])
     constant, slope = (a + 2 * b * middle)[:, None], (2 * b)[:, None]
     weights = torch.where(k <= steps[:, None], (constant + slope * u) * u.exp(), 0.0)
-    last = torch.nan_to_num(steps, nan=1.0).long()[:, None]
+    last = steps.long()[:, None]
     for sign in (-1, 1):  # moments of t below, of 1/t above: t = e^2u
         beyond = sign * (half[:, None] + torch.arange(1, 129, dtype=u.dtype, device=u.device) * step[:, None])
         w = (constant + slope * beyond) * beyond.exp()

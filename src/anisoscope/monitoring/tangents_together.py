@@ -250,8 +250,8 @@ def _begin_pca(asked: Asked, views: Sequence[SiteView], centred: Centred) -> Cal
         one.shape[:2] == shape and one.device == centred.mean.device for one in held
     )
     # What is not finite would end all decompositions. Nobody has asked yet whether it is; such a site is left out.
-    finite, eye = torch.isfinite(centred.total)[:, None, None], torch.eye(shape[1], device=centred.mean.device)
-    scatter = torch.where(finite, centred.scatter, eye.double())
+    finite, eye = centred.total < torch.inf, torch.eye(shape[1], dtype=torch.float64, device=centred.mean.device)
+    scatter = torch.where(finite[:, None, None], centred.scatter, eye)
     later = leading_later(scatter, asked.rank, torch.cat(held) if ready else None)
 
     def finish() -> dict[str, Fits]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from anisoscope.estimate import Estimate
 from anisoscope.kernels import kernels_run
-from anisoscope.measures.row_kernels import column_sums
+from anisoscope.measures.row_kernels import column_sums, squared_lengths
 from anisoscope.measures.small_eigh import small_eigh
 from anisoscope.stats.moments import PARTED_WIDTH, cell_grams
 from anisoscope.tangent.crossed import LEAST_NULL, CrossedTest
@@ -134,8 +134,8 @@ def _by_half(
         rows = g[few].index_select(1, at)
         means[few] = _means(rows)
         cell_grams(rows, ends, moments[few])
-        energies[few, 0] = torch.linalg.vector_norm(rows, dim=2).double().square()
-        along = (rows @ flat[few]).unflatten(2, (count, rank)).double().square().sum(dim=3)
+        energies[few, 0] = squared_lengths(rows)
+        along = (rows @ flat[few]).unflatten(2, (count, rank)).double().square_().sum(dim=3)
         energies[few, 1:] = along.mT
     table = g.new_zeros(sites * (count + 1), units * len(number), dtype=torch.float64)
     table.index_add_(1, layout.place[half], energies.flatten(0, 1))
@@ -355,9 +355,7 @@ def isoscore_shares(
 def mean_angles(a: Float[Tensor, "m d k"], b: Float[Tensor, "m d k"]) -> Float[Tensor, "m"]:
     """The mean of ``spans.principal_angles`` of each pair of bases, degrees."""
     inner = a.mT @ b
-    size = torch.linalg.vector_norm(inner, dim=(1, 2), keepdim=True)
-    # What is not finite would end the decomposition of all of them; it stays so in the angles.
-    _, right = small_eigh(torch.where(torch.isfinite(size), inner.mT @ inner, 0.0))
+    _, right = small_eigh(inner.mT @ inner)
     along = inner @ right
     cosines, sines = (torch.linalg.vector_norm(one, dim=1) for one in (along, b @ right - a @ along))
     return torch.rad2deg(torch.atan2(sines, cosines)).mean(dim=1)

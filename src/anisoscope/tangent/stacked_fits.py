@@ -7,13 +7,14 @@ this order.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anisoscope.kernels import kernels_run, sent
+from anisoscope.kernels import kernels_run
 from anisoscope.measures.cells import CellSums
 from anisoscope.measures.later import Answer, answered_later
 from anisoscope.measures.leading import orthonormal_columns
@@ -64,21 +65,32 @@ class Centred:
             mean, scatter = sums.means, sums.scatter
             _centre_by_half(x, sums, rows)
         total = scatter.diagonal(dim1=2, dim2=3).sum(dim=2)
-        counts = sent([len(half) for half in halves], halves[0]).repeat(sites)
+        counts = _counts((len(halves[0]), len(halves[1])), sites, x.device)
         return cls(rows.flatten(0, 1), counts, mean.flatten(0, 1), scatter.flatten(0, 1), total.flatten())
 
+    @functools.cached_property
     def spread(self) -> Bool[Tensor, "f"]:
         """Whether the rows of a fit differ by more than rounding."""
-        rounding = 4 * torch.finfo(self.rows.dtype).eps * self.mean.abs().amax(dim=1)
-        return self.total > self.counts * self.rows.shape[2] * rounding.square()
+        largest = torch.linalg.vector_norm(self.mean, torch.inf, dim=1)
+        rounding = self.rows.shape[2] * (4 * torch.finfo(self.rows.dtype).eps) ** 2
+        return self.total > self.counts * largest.square_() * rounding
+
+    @functools.cached_property
+    def distance(self) -> Float[Tensor, "f"]:
+        """The length of the mean, or next to nothing where it is zero."""
+        return torch.linalg.vector_norm(self.mean, dim=1).clamp_min_(torch.finfo(torch.float64).tiny)
 
     def facts(self, basis: Float[Tensor, "f d k"]) -> dict[str, Float[Tensor, "f"]]:
         """``explained`` and ``mean_share`` of a basis for each fit."""
-        held = ((self.scatter @ basis) * basis).sum(dim=(1, 2)) / self.total
-        size = self.mean.square().sum(dim=1)
-        inside = (self.mean[:, None] @ basis).square().sum(dim=(1, 2))
-        share = torch.where(size > 0, inside / torch.where(size > 0, size, 1.0), 0.0)
-        return {"explained": held.clamp_max(1.0), "mean_share": share}
+        held = (self.scatter @ basis).mul_(basis).sum(dim=(1, 2)).div_(self.total)
+        inside = torch.linalg.vector_norm(self.mean[:, None] @ basis, dim=(1, 2))
+        return {"explained": held.clamp_max_(1.0), "mean_share": inside.div_(self.distance).square_()}
+
+
+@functools.lru_cache(maxsize=8)
+def _counts(halves: tuple[int, int], sites: int, device: torch.device) -> Int[Tensor, "f"]:
+    """Rows of each fit; nobody writes into it."""
+    return torch.tensor(halves, device=device).repeat(sites)
 
 
 def _summed(
@@ -143,14 +155,14 @@ def pca_fits(centred: Centred, rank: int, decomposed: tuple[Tensor, Tensor]) -> 
         rounding = max(rounding, PARTED_RANGE)
     basis = with_fixed_signs(vectors)
     error = (1 - values[:, :rank].sum(dim=1) / centred.total).clamp_min(0)
-    ordinary = centred.spread() & (values[:, rank - 1] > rounding * values[:, 0]) & (centred.counts > width)
+    ordinary = centred.spread & (values[:, rank - 1] > rounding * values[:, 0]) & (centred.counts > width)
     return Fits(basis, {**centred.facts(basis), "error": error}, ordinary)
 
 
 def with_fixed_signs(basis: Float[Tensor, "f d k"]) -> Float[Tensor, "f d k"]:
     """``spans.with_fixed_sign`` of many."""
     largest = basis.gather(1, basis.abs().argmax(dim=1, keepdim=True))
-    return basis * torch.where(largest < 0, -1.0, 1.0)
+    return basis * largest.sign()  # zero for columns of zeros alone
 
 
 def seminmf_fits(centred: Centred, start: Float[Tensor, "f k d"], momentum: float = MOMENTUM) -> Fits:
@@ -158,24 +170,23 @@ def seminmf_fits(centred: Centred, start: Float[Tensor, "f k d"], momentum: floa
     rounds which are taken back count among the MAX_ITER that there are at most."""
     a, concepts = centred.rows, start
     rank = start.shape[1]
-    ordinary = centred.spread() & (centred.total > 0)
     concepts, codes, books = _descend(a, concepts, centred.total, momentum)
     small = concepts.to(a.dtype)
     lost = squared_lengths(torch.baddbmm(a, codes.transpose(1, 2), small, alpha=-1)).sum(dim=1)
-    second = second_moments(codes).diagonal(dim1=1, dim2=2)
     length = torch.linalg.vector_norm(concepts, dim=2)
-    order = (second * length.square()).argsort(dim=1, descending=True, stable=True)
-    unit = concepts / torch.where(length > 0, length, 1.0)[:, :, None]
+    used = torch.linalg.vector_norm(codes, dim=2, dtype=torch.float64)
+    order = used.mul_(length).argsort(dim=1, descending=True, stable=True)
+    unit = concepts / length.clamp_min_(torch.finfo(torch.float64).tiny)[:, :, None]
     unit = unit.gather(1, order[:, :, None].expand_as(unit))
     basis, full = _spanned(unit)
-    zeros = (codes == 0).sum(dim=(1, 2)) - (a.shape[1] - centred.counts) * rank
+    on = torch.count_nonzero(codes, dim=(1, 2))  # of rows that are there: those of zeros have codes of zero
     facts = {
         **centred.facts(basis),
         "error": lost / centred.total,
-        "sparsity": zeros.double() / (centred.counts * rank),
+        "sparsity": 1 - on.double() / (centred.counts * rank),
         "iterations": books.iterations,
     }
-    return Fits(basis, facts, ordinary & books.sound & full, unit, ~books.active)
+    return Fits(basis, facts, centred.spread & books.sound & full, unit, ~books.active)
 
 
 def _spanned(unit: Float[Tensor, "f k d"]) -> tuple[Float[Tensor, "f d k"], Bool[Tensor, "f"]]:

@@ -1,7 +1,8 @@
 """Distances to centroids by token frequency, and their correlation with it, for all sites of a look at once.
 
 Types, bins and the draws of the bootstrap are those of the probe, the same at every site and look: they are made once.
-Results are those of ``frequency``. Letters: S sites, T token types, B draws with the data themselves as the first.
+Results are those of ``frequency``. Letters: S sites, T token types, B draws with the data themselves as the first, C
+the centroids, own and overall.
 """
 
 from __future__ import annotations
@@ -63,11 +64,6 @@ class Types:
         )  # fmt: skip
 
     @cached_property
-    def often(self) -> Int[Tensor, "u"]:
-        """Types with a centroid of their own."""
-        return self.twice.nonzero().reshape(-1)
-
-    @cached_property
     def runs(self) -> Runs:
         """Rows type by type."""
         names = self.size.argsort(descending=True, stable=True)
@@ -82,9 +78,12 @@ class Types:
         return (size / (size - 1).clamp_min(1)).sqrt()
 
     @cached_property
-    def counts(self) -> tuple[_Counts, _Counts]:
-        """Log counts of those types and of all of them."""
-        return _Counts.of(self.log_count[self.often], self.weights[0]), _Counts.of(self.log_count, self.weights[1])
+    def counts(self) -> _Counts:
+        """Log counts under the weights of each centroid: types without one of their own weigh nothing there."""
+        weights = torch.zeros_like(self.weights[1]).masked_scatter_(
+            self.twice.expand_as(self.weights[1]), self.weights[0]
+        )
+        return _Counts.of(self.log_count, torch.stack([weights, self.weights[1]]))
 
     @cached_property
     def cells(self) -> list[tuple[_Cell, _Cell]]:
@@ -128,10 +127,7 @@ class TypeSums:
 def type_sums(x: Float[Tensor, "s n d"], types: Types) -> TypeSums:
     """Distances of all sites. Correlations by centroid (own, overall), then by kind (Pearson, Spearman)."""
     sums = sums_by_kernel(x, types) if fits(x) else plain_sums(x, types)
-    means = sums / types.size
-    own_side, all_sides = types.counts
-    drawn = [_correlations(own_side, means[0][:, types.often]), _correlations(all_sides, means[1])]
-    return TypeSums(sums, torch.stack(drawn))
+    return TypeSums(sums, _correlations(types.counts, sums / types.size))
 
 
 def fits(x: Float[Tensor, "s n d"]) -> bool:
@@ -183,60 +179,65 @@ class _Counts:
     weights and a zero behind them; ``ranks`` the centred ranks times the weights.
     """
 
-    weights: Float[Tensor, "b t"]
-    moments: Float[Tensor, "two_b t"]
-    padded: Float[Tensor, "b t_and_one"]
-    ranks: Float[Tensor, "b t"]
-    cube: Float[Tensor, "b 1"]
-    rank_unit: Float[Tensor, "b 1"]
+    weights: Float[Tensor, "c b t"]
+    moments: Float[Tensor, "c two_b t"]
+    padded: Float[Tensor, "c b 1 t_and_one"]
+    ranks: Float[Tensor, "c b t"]
+    cube: Float[Tensor, "c b 1"]
+    rank_unit: Float[Tensor, "c b 1"]
 
     @classmethod
-    def of(cls, x: Float[Tensor, "t"], weights: Float[Tensor, "b t"]) -> _Counts:
-        total = weights.sum(dim=1, keepdim=True)
+    def of(cls, x: Float[Tensor, "t"], weights: Float[Tensor, "c b t"]) -> _Counts:
+        total = weights.sum(dim=2, keepdim=True)
         x = x - x.mean()
         shares = weights / total
         apart = x - shares @ x[:, None]
-        spread = (shares * apart.square()).sum(dim=1, keepdim=True)
-        padded = torch.nn.functional.pad(weights, (0, 1))
-        ranks = _mid_ranks(x[None], padded)[0][:, 0] - total / 2
+        spread = (shares * apart.square()).sum(dim=2, keepdim=True)
+        padded = torch.nn.functional.pad(weights, (0, 1))[:, :, None]
+        ranks = _mid_ranks(x.repeat(len(weights), 1, 1), padded)[0][:, :, 0] - total / 2
         weighted = weights * ranks
-        unit = (weighted * ranks).sum(dim=1, keepdim=True) / 12
+        unit = (weighted * ranks).sum(dim=2, keepdim=True) / 12
         spread = torch.where(unit > 0, spread, torch.nan)  # ranks know exactly whether all are equal
-        moments = torch.cat([shares, shares * apart / spread.sqrt()])
+        moments = torch.cat([shares, shares * apart / spread.sqrt()], dim=1)
         return cls(weights, moments, padded, weighted, total**3, unit)
 
 
-def _correlations(counts: _Counts, y: Float[Tensor, "s t"]) -> Float[Tensor, "two s b"]:
+def _correlations(counts: _Counts, y: Float[Tensor, "c s t"]) -> Float[Tensor, "c two s b"]:
     """Pearson's and Spearman's correlation of each site under each weighting; NaN where a side is constant."""
-    y = y - y.mean(dim=1, keepdim=True)  # squares lose no digits to the means of the draws
-    found = (torch.stack([y, y.square()]).flatten(0, 1) @ counts.moments.T).view(2, len(y), 2, -1)
-    mean, square = found[0, :, 0], found[1, :, 0]
+    # Squares lose no digits to the means of the draws then; the first of these are the data themselves.
+    y = y - y @ counts.moments[:, 0, :, None]
+    found = torch.cat([y, y.square()], dim=1) @ counts.moments.mT
+    (mean, across), (square, _) = (one.chunk(2, dim=2) for one in found.chunk(2, dim=1))
     spread = torch.addcmul(square, mean, mean, value=-1)
     step = max(1, RANK_CELLS // counts.weights.numel())
-    spearman, alike = [], []
-    for some in y.split(step):
-        middle, equal = _mid_ranks(some, counts.padded)
-        across = (middle @ counts.ranks[:, :, None])[:, :, 0]  # the means of the ranks meet a sum of zero
-        # Of ranks u about their mean ``sum w u^2 = (W^3 - sum w h^2) / 12``, where h is the weight of all equal values
-        # and W that of all: of the integral of u^2 over all places each value lacks what its own places spread.
-        shared = (equal.square_() @ counts.weights[:, :, None])[:, :, 0]
-        own = counts.cube - shared
-        spearman.append(across / (own * counts.rank_unit).sqrt())
-        alike.append(own == 0)
-    by_rank, alike_all = (one[0] if len(one) == 1 else torch.cat(one, dim=1) for one in (spearman, alike))
-    pearson = found[0, :, 1] / torch.where(alike_all.T, torch.nan, spread).sqrt()
-    return torch.stack([pearson, by_rank.T])
+    parts = [_by_ranks(counts, some.contiguous()) for some in y.split(step, dim=1)]
+    by_rank, alike = parts[0] if len(parts) == 1 else (torch.cat(one, dim=2) for one in zip(*parts, strict=True))
+    pearson = across / spread.masked_fill_(alike.mT, torch.nan).sqrt_()
+    return torch.stack([pearson, by_rank.mT], dim=1)
+
+
+def _by_ranks(counts: _Counts, y: Float[Tensor, "c s t"]) -> tuple[Float[Tensor, "c b s"], Bool[Tensor, "c b s"]]:
+    """Spearman's correlation of each site under each weighting, and whether all values that count are equal."""
+    middle, equal = _mid_ranks(y, counts.padded)
+    across = (middle @ counts.ranks[..., None])[..., 0]  # the means of the ranks meet a sum of zero
+    # Of ranks u about their mean ``sum w u^2 = (W^3 - sum w h^2) / 12``, where h is the weight of all equal values
+    # and W that of all: of the integral of u^2 over all places each value lacks what its own places spread.
+    own = counts.cube - (equal.square_() @ counts.weights[..., None])[..., 0]
+    return across / (own * counts.rank_unit).sqrt_(), own == 0
 
 
 def _mid_ranks(
-    values: Float[Tensor, "s t"], padded: Float[Tensor, "b t_and_one"]
-) -> tuple[Float[Tensor, "b s t"], Float[Tensor, "b s t"]]:
+    values: Float[Tensor, "c s t"], padded: Float[Tensor, "c b 1 t_and_one"]
+) -> tuple[Float[Tensor, "c b s t"], Float[Tensor, "c b s t"]]:
     """Ranks inside each weighting, equal values at the middle of the places they share, and how many those are."""
-    ascending, order = values.sort(dim=1)
-    behind = torch.nn.functional.pad(order, (1, 0), value=values.shape[1])  # a zero to start from
-    reach = padded[:, behind].cumsum_(dim=2)
+    ascending, order = values.sort(dim=2)
+    behind = torch.nn.functional.pad(order, (1, 0), value=values.shape[2])  # a zero to start from
+    draws = padded.shape[1]
+    reach = (
+        padded.expand(-1, -1, values.shape[1], -1).gather(3, behind[:, None].expand(-1, draws, -1, -1)).cumsum_(dim=3)
+    )
     below, equal = (
-        reach.gather(2, torch.searchsorted(ascending, values, right=side).expand(len(padded), -1, -1))
+        reach.gather(3, torch.searchsorted(ascending, values, right=side)[:, None].expand(-1, draws, -1, -1))
         for side in (False, True)
     )
     equal -= below

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,9 +73,10 @@ class Books:
     @classmethod
     def begun(cls, like: Float[Tensor, "f"], momentum: float) -> Books:
         """Nothing has happened yet; ``like`` is float64."""
-        active, zero = torch.ones_like(like, dtype=torch.bool), torch.zeros_like(like)
-        pace, limit = torch.full_like(like, min(BEGIN, momentum)), torch.full_like(like, momentum)
-        return cls(active, active.clone(), zero + 1, zero, pace, limit, zero.clone(), ~active, zero.clone())
+        active, sound = torch.ones(2, len(like), dtype=torch.bool, device=like.device)
+        iterations, ahead, worth = like.new_zeros(3, len(like))
+        error, pace, limit = (torch.full_like(like, one) for one in (1.0, min(BEGIN, momentum), momentum))
+        return cls(active, sound, error, iterations, pace, limit, ahead, ~active, worth)
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,9 @@ class HalfSteps:
         pull, second, own = (a.new_empty(fits, tiles, rank, size) for size in (width, rank, rank))
         parts = Sums(pull, second, own, a.new_empty(fits, tiles, dtype=torch.float64))
         # Zeros: what is not active is never written, and meets an inverse of zero.
-        pull, second, own, met = (torch.zeros_like(one[:, 0], dtype=torch.float64) for one in parts)
-        return cls(a.contiguous(), parts, Sums(pull, second, own, met))
+        shapes = [one[:, 0].shape for one in parts]
+        each = a.new_zeros(sum(map(math.prod, shapes)), dtype=torch.float64).split([*map(math.prod, shapes)])
+        return cls(a.contiguous(), parts, Sums(*(one.view(shape) for one, shape in zip(each, shapes, strict=True))))
 
     @on_its_device
     def take(
