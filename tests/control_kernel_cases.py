@@ -4,11 +4,12 @@ A process of its own: Triton decides when it is imported whether its kernels are
 """
 
 import json
+from dataclasses import replace
 
 import interpreted  # noqa: F401
 import torch
 
-from anisoscope.tangent import stacked_controls
+from anisoscope.tangent import stacked_controls, wide_controls
 from anisoscope.tangent.drawn import Gaussians
 from anisoscope.tangent.stacked_controls import Moments, of_controls
 
@@ -38,12 +39,15 @@ def drawn(draws, rank, width):
 
 def both(moments, bases, z, dtype=torch.float64):
     """By plain products, and by the kernel."""
-    plain = of_controls(moments, bases, z, dtype)
+    return of_controls(moments, bases, z, dtype), by_kernel(moments, bases, z, dtype)
+
+
+def by_kernel(*given):
     before = stacked_controls.has_kernels
     stacked_controls.has_kernels = lambda device, rank: True
-    found = of_controls(moments, bases, z, dtype)
+    found = of_controls(*given)
     stacked_controls.has_kernels = before
-    return plain, found
+    return found
 
 
 def gaps(plain, found):
@@ -67,7 +71,11 @@ def shapes():
         "tight": (1, 2, 3, 5, 16),
         "more places": (1, 1, 2, 3, 17),
     }
-    return {name: gaps(*both(*case(*one))) for name, one in sizes.items()}
+    told = {name: gaps(*both(*case(*one))) for name, one in sizes.items()}
+    moments, bases, z = case(3, 1, 2, 3, 3)
+    # One number for all sites, with others behind it.
+    told["one number"] = gaps(*both(replace(moments, n=moments.n.new_tensor([5.0, 1e3, 1e6])[0].expand(3)), bases, z))
+    return told
 
 
 def narrow():
@@ -82,20 +90,34 @@ def narrow():
 
 
 def in_halves():
-    """Products with groups of wide rows in half precision, of sizes far apart, one of them of nothing: as close as
-    float32 has them; and what is not finite stays so."""
-    moments, bases, z = case(2, 2, 3, 3, 4)
-    moments.groups[0, 1] *= 1e-20
-    moments.groups[0, 0] *= 1e-38
-    moments.groups[1, 0] *= 1e20
-    before = stacked_controls.PARTED_WIDTH
+    """Products of wide rows in half precision, against float64: groups of sizes far apart, one of them of nothing;
+    widths that are no whole tiles; all at once and in many steps. What is not finite stays so."""
+    before = stacked_controls.PARTED_WIDTH, wide_controls.IMAGE_CELLS, wide_controls.TILE_CELLS
     stacked_controls.PARTED_WIDTH = 40
-    told = gaps(*both(moments, bases, z, torch.float32))
+    told = {}
+    sizes = {
+        "apart": (2, 2, 3, 3, 4),
+        "tiles": (2, 1, 2, 3, 16, 150),
+        "no groups": (1, 1, 0, 3, 5),
+    }
+    scales = torch.tensor([[1e-45, 1e-20, 1.0], [1e45, 1.0, 1.0]], dtype=torch.float64)
+    for name, size in sizes.items():
+        moments, bases, z = case(*size)
+        if name == "apart":
+            moments.groups.mul_(scales[:, :, None, None])
+            moments.total[:] = moments.groups.sum(dim=1)
+            moments.mean[:] = 0
+        plain = of_controls(moments, bases, z, torch.float64)
+        told[name] = gaps(plain, by_kernel(moments, bases, z, torch.float32))
+        wide_controls.IMAGE_CELLS, wide_controls.TILE_CELLS = 1, 1
+        told[f"{name} one by one"] = gaps(plain, by_kernel(moments, bases, z, torch.float32))
+        wide_controls.IMAGE_CELLS, wide_controls.TILE_CELLS = before[1:]
+    moments, bases, z = case(2, 2, 3, 3, 4)
     moments.groups[1, 2] = 0
-    nothing = both(moments, bases, z, torch.float32)[1].random[1, 2].abs().max()
+    nothing = by_kernel(moments, bases, z, torch.float32).random[1, 2].abs().max()
     moments.groups[0, 2, 3, 3] = torch.nan
-    lost = both(moments, bases, z, torch.float32)[1].random.isnan().flatten(2).any(dim=2)
-    stacked_controls.PARTED_WIDTH = before
+    lost = by_kernel(moments, bases, z, torch.float32).random.isnan().flatten(2).any(dim=2)
+    stacked_controls.PARTED_WIDTH = before[0]
     return {"gaps": told, "nothing": float(nothing), "lost": lost.tolist()}
 
 

@@ -15,10 +15,12 @@ from anisoscope.kernels import (
     codes,
     controls,
     factors,
+    forms,
     grams,
     jacobi,
     nearest,
     pairs,
+    projected,
     residues,
     rows,
     shifted,
@@ -31,7 +33,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 BUILT = set()
 PARTS = {"arrive", "far_at_least", "measured", "reflection", "sorted_in", "wait"}  # called by several kernels
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
-            "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws")  # fmt: skip
+            "columns", "most", "first_row", "offset", "count", "sites", "bases", "draws", "few")  # fmt: skip
 STRIDES = {"site_stride": "i64", "row_stride": "i32"}
 COLUMNS = {"share": "i32", "weights": "*fp64", "total": "*fp64", "most": "*fp32", **STRIDES}
 AGAIN = {"places": "*i64", "own": "*i64", "left_out": "*i1", "least": "*fp64", "where": "*i32", "many": "i32"}
@@ -110,6 +112,22 @@ def residue_grams(cut):
     }
 
 
+def projections():
+    """Projectors and moments in halves, their products, and forms of images."""
+    steps = ("part", "left_row", "right_row", "left_low", "right_low", "site_stride", "group_stride")
+    tile, types = {"T": projected.TILE}, {"tiles": "*i32", "out": "*fp16"} | dict.fromkeys(steps, "i64")
+    halves = types | {"left": "*fp16", "right": "*fp16", "out": "*fp32"}
+    halves |= dict.fromkeys(("lefts", "rights", "first"), "i32")
+    sizes = {"L": 4096, "M": projected.SIDE, "N": projected.SIDE, "K": projected.DEPTH, "W": projected.WINDOW}
+    small = dict.fromkeys(("sizes", "once", "twice"), "*fp64") | {"first": "i32"}
+    return {
+        "projectors": compiled(projected.projectors, tile | {"K": 16, "P": 16}, **types),
+        "moment_tiles": compiled(projected.moment_tiles, tile, moments="*fp64", factors="*fp64", **types),
+        "long_products": compiled(projected.long_products, sizes, 8, **halves | {"weights": "*fp32"}),
+        "image_forms": compiled(projected.image_forms, {"K": 16, "P": 16, "C": projected.CHUNK}, 1, **small),
+    }
+
+
 def type_distances(width, row="*fp32"):
     tile = types.tiling(width)
     sizes = {"SAME": 1e-12} | {name: tile[name] for name in ("R", "K")}
@@ -123,11 +141,13 @@ def main():
     tile = {"R": rows.ROWS, "K": 128}
     visit = {"K": 16, "P": 16, "B": visits.ROWS, "W": visits.DEPTH}
     lists = {"AHEAD": True, "SHARE": 128, "T": 16, "P": 8, "B": 64}
-    small = dict.fromkeys(set(controls.controls.arg_names) - {*INTEGERS, "K", "P"}, "*fp64")
+    small = dict.fromkeys(set(controls.controls.arg_names) - {*INTEGERS, "SUMMED", "K", "P"}, "*fp64")
     near = dict.fromkeys(("forms", "owns", "acrosses"), "*fp32")
     found = {
-        "controls": compiled(controls.controls, {"K": 16, "P": 16}, **small | near),
-        "controls of 32": compiled(controls.controls, {"K": 30, "P": 32}, **small),
+        "controls": compiled(controls.controls, {"SUMMED": False, "K": 16, "P": 16}, **small | near),
+        "controls of 32": compiled(controls.controls, {"SUMMED": False, "K": 30, "P": 32}, **small),
+        "controls, summed": compiled(controls.controls, {"SUMMED": True, "K": 16, "P": 16}, **small),
+        **projections(),
         "bias_sums": compiled(pairs.bias_sums, {"B": pairs.PLACES}, values="*fp64", out="*fp64"),
         "inverse_factors": compiled(factors.inverse_factors, {"K": 32, "P": 32}, out="*fp64", least="fp32", **flags),
         "plan_filter": compiled(
@@ -164,6 +184,16 @@ def main():
         "codes_of_rows": compiled(rows.codes_of_rows, tile, weights="*i64", out="*i64"),
         "copies_among": compiled(rows.copies_among, tile, codes="*i64", order="*i64", copy="*i1", clash="*i1"),
         "row_dots": compiled(rows.row_dots, tile, out="*fp64"),
+        "take_rows": compiled(rows.take_rows, tile, order="*i64", m="i32", **STRIDES),
+        "rounded": compiled(forms.rounded, {"B": forms.CELLS}, factors="*fp32", out="*fp16", each="i32"),
+        "row_forms": compiled(
+            forms.row_forms,
+            {"R": forms.ROWS, "C": forms.COLUMNS, "K": forms.DEPTH},
+            8,
+            rows="*fp16",
+            matrix="*fp16",
+            m="i32",
+        ),
         "in_half": compiled(rows.in_half, tile, order="*i64", half="*fp16", lengths="*fp64", **KEPT),
         "nearest_within": compiled(
             rows.nearest_within, {"W": 128, "T": 16, "R": 64, "C": 128, "K": 64}, half="*fp16", **RUNS
@@ -205,9 +235,9 @@ def main():
             f"in_halves, {side}": compiled(
                 controls.in_halves,
                 {"LEFT": side == "left", "R": controls.ROWS, "B": controls.COLUMNS},
-                **{"factors": "*fp32", "out": "*fp16", "each": "i32"},
+                **{"source": source, "factors": "*fp64", "out": "*fp16", "each": "i32"},
             )
-            for side in ("left", "right")
+            for side, source in (("left", "*fp32"), ("right", "*fp64"))
         },
         "rounds": compiled(codes.rounds, {"K": 64, "P": 64, "S": 4, "B": 32}, **flags),
         "inverses": compiled(codes.inverses, {"K": 16, "P": 16}, second="*fp64", out="*fp64", limit="fp64", **flags),

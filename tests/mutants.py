@@ -311,12 +311,32 @@ MUTANTS = [
         (KERNEL_CONTROLS,),
     ),
     Mutant("tangent/stacked_controls.py", "left = _orthonormal(left)", "pass", (KERNEL_CONTROLS,)),
-    Mutant("tangent/stacked_controls.py", ".view(b, k, -1, k).div_(size[:, None])", "", (KERNEL_CONTROLS,)),
-    Mutant("tangent/stacked_controls.py", "MOMENT_BITS - torch.frexp", "40 - torch.frexp", (KERNEL_CONTROLS,)),
-    Mutant("tangent/stacked_controls.py", "powers.clamp_max(MOST_POWER)", "powers", (KERNEL_CONTROLS,)),
+    Mutant("tangent/wide_controls.py", "BITS - torch.frexp", "40 - torch.frexp", (KERNEL_CONTROLS,)),
+    Mutant("tangent/wide_controls.py", "1.0 if i == j else 2.0", "2.0", (KERNEL_CONTROLS,)),
+    Mutant(
+        "tangent/wide_controls.py", "factors[at : at + step] * DRAW_SIZE", "factors * DRAW_SIZE", (KERNEL_CONTROLS,)
+    ),
+    Mutant(
+        "tangent/wide_controls.py", "weights, sums, at, len(some)", "weights, sums, 0, len(some)", (KERNEL_CONTROLS,)
+    ),
+    Mutant(
+        "kernels/projected.py",
+        "rest = tl.dot(a, tl.load(right + right_low",
+        "_ = tl.dot(a, tl.load(right + right_low",
+        (KERNEL_CONTROLS,),
+    ),
+    Mutant("kernels/projected.py", "b % draws * K", "b % 2 * K", (KERNEL_CONTROLS,)),
+    Mutant("kernels/projected.py", "square / size / size", "square / size", (KERNEL_CONTROLS,)),
+    Mutant("kernels/controls.py", "tl.where(p == bases, draws, 0)", "0", (KERNEL_CONTROLS,)),
+    Mutant("tangent/stacked_controls.py", "moments.n.contiguous()", "moments.n", (KERNEL_CONTROLS,)),
+    Mutant("kernels/forms.py", "for i in range(0, j + C, K)", "for i in range(0, j, K)", (KERNELS,), "taken"),
+    Mutant(
+        "measures/row_kernels.py", "of_matrices[:, None] / 2, out", "of_matrices[:, None], out", (KERNELS,), "taken"
+    ),
+    Mutant("monitoring/tangents_together.py", "bases.flip(2).permute(", "bases.permute(", (STACKED,)),
     Mutant("tangent/stacked_types.py", "torch.where(unit > 0, spread, torch.nan)", "spread", (TYPES,)),
     Mutant("tangent/stacked_types.py", "spread.masked_fill_(alike.mT, torch.nan)", "spread", (TYPES,)),
-    Mutant("kernels/controls.py", "high if LEFT else low", "low if LEFT else high", (KERNEL_CONTROLS,)),
+    Mutant("kernels/controls.py", "tl.store(place, high if LEFT else low", "tl.store(place, high", (KERNEL_CONTROLS,)),
     Mutant("kernels/visits.py", "if left > 2:", "if True:", (KERNELS,), "half_steps"),
     Mutant(
         "kernels/visits.py",
@@ -408,7 +428,6 @@ MUTANTS = [
     Mutant("kernels/chase.py", "tl.where(step > 0, 0, (2 * B - 1) * (B - 1))", "0", (CHASED,), "spectrum"),
     Mutant("kernels/chase.py", "flat = tail <= TINY", "flat = tail < -1", (CHASED,), "spectrum"),
     Mutant("kernels/chase.py", "tl.cdiv(D - 1 - sweep, B)", "(D - 1 - sweep) // B", (CHASED,), "blocks"),
-    Mutant("tangent/stacked_controls.py", "[:, count, None].double()", "[:, 0, None].double()", (KERNEL_CONTROLS,)),
     Mutant("measures/row_kernels.py", "_built.add((rows.device, n, width))", "pass", (KERNELS,), "copies_are_marked"),
     Mutant("kernels/solves.py", "tl.where(pivot < small, small, pivot)", "pivot", (BANDS,), "kernels or pivot"),
     Mutant("kernels/solves.py", "- _times(m12, tl.trans(m12))", "", (BANDS,), "kernels"),

@@ -253,6 +253,27 @@ def sums():
     return {"error": {k: v for k, v in error.items() if k not in ("lengths", "total")}, "near": near | error}
 
 
+def taken():
+    """Rows of strided sites in an order with gaps, a width and a number that fill no program; forms of rows of which
+    some columns are far larger than others, in half precision, against float64."""
+    rows, order = draw(4, 60, 150)[::2], torch.randperm(60, generator=torch.Generator().manual_seed(1))[:37]
+    some, squares = row_kernels.taken_by_kernel(rows, order)
+    wide = draw(2, 140, 300) * torch.where(torch.arange(300) % 40 == 3, 300.0, 1.0)
+    wide *= torch.tensor([1e-12, 1e6])[:, None, None]
+    wide[1, :, 7] *= 1e3  # nearly all there is
+    moment = wide.double().mT @ wide.double() / 140
+    level = moment.square().sum(dim=(1, 2)) / moment.diagonal(dim1=1, dim2=2).sum(dim=1)
+    form = row_kernels.forms_in_half(wide, moment, level, wide.abs().amax(dim=(1, 2)))
+    other = moment - level[:, None, None] * torch.eye(300).double()
+    truth = ((wide.double() @ other) * wide).sum(dim=2)
+    size = truth.square().mean(dim=1, keepdim=True).sqrt()
+    return {
+        "same": torch.equal(some, rows[:, order]),
+        "squares": float((squares / rows[:, order].double().square().sum(dim=2) - 1).abs().max()),
+        "forms": float(((form - truth) / size).abs().max()), "dtype": form.dtype == torch.float64,
+    }  # fmt: skip
+
+
 def visits():
     """A half step of four fits against plain products: one goes ahead, of one a concept has no length, one is done
     again as it was, one is not active."""
@@ -394,6 +415,7 @@ if __name__ == "__main__":
                 "visits": visits,
                 "masked": masked,
                 "sums": sums,
+                "taken": taken,
             }[sys.argv[1]]()
         )
     )

@@ -335,6 +335,40 @@ def test_exact_products_of_wide_rows_are_those_of_integers(monkeypatch):
             assert bars[1] is None or abs(bars[0] - bars[1]) < 1e-4 * bars[1], name
 
 
+def test_controls_and_forms_of_wide_rows_in_half_precision():
+    """Against float64. In the second site nearly all lies inside a basis, and normal controls hold little of it."""
+    from anisoscope.measures.row_kernels import forms_in_half, taken_and_measured
+    from anisoscope.stats.moments import cell_grams
+    from anisoscope.tangent.drawn import held_gaussians
+    from anisoscope.tangent.stacked_controls import Moments, of_controls
+
+    draw, rank = torch.Generator("cuda").manual_seed(0), 5
+    for width in (2048, 2100):
+        rows = torch.randn(2, 3000, width, generator=draw, device="cuda")
+        rows = rows * torch.logspace(0, -1.5, width, device="cuda") + 0.05
+        bases = torch.linalg.qr(torch.randn(2, 2, width, rank, generator=draw, device="cuda")).Q
+        rows[1] = 0.5 * rows[1] + torch.randn(3000, rank, generator=draw, device="cuda") * 30 @ bases[1, 0].T
+        groups = cell_grams(rows, [700, 700, 3000])
+        count = torch.full((2,), 3000.0, dtype=torch.float64, device="cuda")
+        moments = Moments(groups, groups.sum(dim=1), rows.mean(dim=1, dtype=torch.float64), count)
+        drawn = held_gaussians(width, rank, 20, seed=0, device=rows.device, dtype=torch.float64)
+        found, right = (of_controls(moments, bases, drawn, dtype) for dtype in (torch.float32, torch.float64))
+        for name, one in vars(right).items():
+            gap = (getattr(found, name) - one).abs() / torch.where(one == 0, 1.0, one.abs())
+            small = name == "normal"
+            assert float(gap[0].max()) < 5e-6 and float(gap[1].max()) < (2e-3 if small else 5e-6), (width, name, gap)
+        second = groups[:, 2] / 3000
+        level = second.square().sum(dim=(1, 2)) / second.diagonal(dim1=1, dim2=2).sum(dim=1)
+        form = forms_in_half(rows, second, level, rows.abs().amax(dim=(1, 2)))
+        right = ((rows.double() @ second) * rows).sum(dim=2) - level[:, None] * rows.double().square().sum(dim=2)
+        gap = (form - right) / right.square().mean(dim=1, keepdim=True).sqrt()
+        assert float(gap.abs().max()) < 5e-3 and float(gap.square().mean().sqrt()) < 5e-4, (width, gap.abs().max())
+        order = torch.randperm(3000, generator=draw, device="cuda")[:1111]
+        some, squares = taken_and_measured(rows, order)
+        assert torch.equal(some, rows[:, order])
+        torch.testing.assert_close(squares, some.double().square().sum(dim=2), rtol=1e-12, atol=0)
+
+
 def test_distances_by_type_are_those_of_plain_sums():
     """Widths of one warp and of many, one with tiles that end beyond the row; a type with a fifth of all rows."""
     from anisoscope.tangent.stacked_types import Types, fits, plain_sums, sums_by_kernel

@@ -147,6 +147,12 @@ def test_sums_of_sites_in_three_visits():
     assert max(found["near"].values()) < 1e-6, found
 
 
+def test_rows_taken_and_measured_in_one_visit_and_forms_of_them():
+    found = run("taken", script="row_kernel_cases.py")
+    assert found["same"] and found["squares"] < 1e-14, found
+    assert found["forms"] < 5e-3 and found["dtype"], "of error bars, with nearly all in one column of one site"
+
+
 def test_two_nn_of_sites_whose_copies_are_marked():
     found = run("masked", script="row_kernel_cases.py")
     assert max(map(abs, (*found["value"], *found["stderr"], found["rough"]))) < 1e-9, found

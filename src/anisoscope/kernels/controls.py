@@ -57,29 +57,51 @@ def _left(trace, square, once, twice, both, unit, whole):
 
 
 @triton.jit
+def _of_groups(
+    to, forms, acrosses, owns, groups, draws, across_step, own_step, inside, off, mixer, span,
+    SUMMED: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Energies in the moments of all groups, written one after another, and their sum."""
+    every = 0.0 * _sum(off)
+    for g in range(groups):
+        across, own = _cells(acrosses + g * across_step, inside), _cells(owns + g * own_step, inside)
+        if SUMMED:
+            energy = tl.load(forms + g).to(tl.float64) + _sum(own * span - 2 * across * mixer)
+        else:
+            energy = _energy(_cells(forms + g * K, inside), across, own, off, mixer, span)
+        tl.store(to + g * draws, energy)
+        every += energy
+    return every
+
+
+@triton.jit
 def in_halves(
-    source, factors, out, total, each, D, LEFT: tl.constexpr, R: tl.constexpr, B: tl.constexpr
+    source, factors, out, total, each, D, W, LEFT: tl.constexpr, R: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
     """Rows times a factor, one for ``each`` of them in turn, as sums of two float16, written beside one another three
-    times: high, high and low on the ``LEFT`` of a product, high, low and high on its right."""
+    times: high, low and high on the ``LEFT`` of a product, low, high and high on its right; ``W`` entries each time,
+    zeros behind those that there are. The small products come first: a sum on tensor cores loses more the longer it is
+    large."""
     at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     k = tl.program_id(1) * B + tl.arange(0, B)
     inside = (at < total)[:, None] & (k < D)[None, :]
-    factor = tl.load(factors + at // each, mask=at < total, other=0.0).to(tl.float32)
-    value = tl.load(source + at[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float32) * factor[:, None]
+    factor = tl.load(factors + at // each, mask=at < total, other=0.0).to(tl.float64)
+    value = tl.load(source + at[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float64) * factor[:, None]
+    value = value.to(tl.float32)
     high = value.to(tl.float16)
     low = (value - high.to(tl.float32)).to(tl.float16)
-    place = out + at[:, None] * 3 * D + k[None, :]
-    tl.store(place, high, mask=inside)
-    tl.store(place + D, high if LEFT else low, mask=inside)
-    tl.store(place + 2 * D, low if LEFT else high, mask=inside)
+    inside = (at < total)[:, None] & (k < W)[None, :]
+    place = out + at[:, None] * 3 * W + k[None, :]
+    tl.store(place, high if LEFT else low, mask=inside)
+    tl.store(place + W, low if LEFT else high, mask=inside)
+    tl.store(place + 2 * W, high, mask=inside)
 
 
 @triton.jit(do_not_specialize=["sites", "bases", "draws", "groups"])
 def controls(
     inverses, against, small, form, form_twice, across_twice, bare, forms, owns, acrosses, level, size,
     energies, traces, squares, whole, numbers, sites, bases, draws, groups,
-    K: tl.constexpr, P: tl.constexpr,
+    SUMMED: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Energies of one draw beside one basis, and what is left without it; the program after the last basis, whose X are
     the first axes, has the energies of the random control.
@@ -89,7 +111,9 @@ def controls(
     of a draw are, with the other sign), ``X^T C Z`` and ``m^T Z`` of all draws below each other, ``small`` the products
     of X, ``C X`` and m with each other, ``form`` and ``form_twice`` ``Z^T C Z`` and ``Z^T C^2 Z``, ``across_twice``
     ``X^T C^2 Z``, ``bare`` ``Q^T C Q`` and ``Q^T C^2 Q``; ``forms``, ``owns`` and ``acrosses`` are ``Z^T M Z``,
-    ``X^T M X`` and ``X^T M Z`` of each group's second moment M.
+    ``X^T M X`` and ``X^T M Z`` of each group's second moment M. ``SUMMED``: in place of the first, what the inverses
+    make of it, ``tr(off Z^T M Z)``, for bases and then for random controls; and the energies of all rows are those of
+    the groups together, where there are groups.
     """
     b, p, s = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, j = tl.arange(0, P)[:, None], tl.arange(0, P)[None, :]
@@ -101,7 +125,7 @@ def controls(
     along_i, along_j = _cells(along + i, i < K), _cells(along + j, j < K)
     form_at = (b * K + i) * sites + s
     f = _cells(form + form_at * K + j, inside)
-    forms += form_at * groups * K + j
+    forms += ((tl.where(p == bases, draws, 0) + b) * sites + s) * groups if SUMMED else form_at * groups * K + j
     beside = (p * K + i) * line + j
     square = (p * K + i) * all_bases + p * K + j
     c = _cells(against + beside, inside)
@@ -109,11 +133,11 @@ def controls(
     mixer = _dot(c, off)
     span = _dot(mixer, tl.trans(c))
     to = energies + (s * (bases + 1) + p) * (groups + 1) * draws + b
-    for g in range(groups):
-        place = s * groups + g
-        across = _cells(acrosses + place * all_bases * line + b * K + beside, inside)
-        own = _cells(owns + place * all_bases * all_bases + square, inside)
-        tl.store(to + g * draws, _energy(_cells(forms + g * K, inside), across, own, off, mixer, span))
+    every = _of_groups(
+        to, forms, acrosses + s * groups * all_bases * line + b * K + beside,
+        owns + s * groups * all_bases * all_bases + square, groups, draws, all_bases * line, all_bases * all_bases,
+        inside, off, mixer, span, SUMMED, K,
+    )  # fmt: skip
     small += s * height * height
     lines = small + (p * K + i) * height
     own_once = _cells(lines + all_bases + p * K + j, inside)
@@ -123,7 +147,7 @@ def controls(
     n = tl.load(numbers + s)
     m_i, m_j = _cells(lines + 2 * all_bases, i < K), _cells(small + (p * K + j) * height + 2 * all_bases, j < K)
     mean = _energy(along_i * along_j, m_i * along_j, m_i * m_j, off, mixer, span)
-    tl.store(to + groups * draws, once + n * mean)
+    tl.store(to + groups * draws, tl.where(SUMMED and groups > 0, every, once + n * mean))
     if p < bases:
         both = _length(f, across, own_once, c, off)
         own_twice = _cells(lines + all_bases * height + all_bases + p * K + j, inside)

@@ -143,6 +143,23 @@ def row_dots(left, right, out, total, D, R: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def take_rows(rows, order, out, squares, m, D, site_stride, row_stride, R: tl.constexpr, K: tl.constexpr):
+    """Row ``order[i]`` of each site at place i of ``m``, and its squared length, summed in float64."""
+    site = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    there = at < m
+    own = tl.load(order + at, mask=there, other=0).to(tl.int64)
+    sums = tl.zeros((R, K), dtype=tl.float64)
+    for start in range(0, D, K):
+        k = start + tl.arange(0, K)
+        inside = there[:, None] & (k < D)[None, :]
+        value = tl.load(rows + site * site_stride + own[:, None] * row_stride + k[None, :], mask=inside, other=0.0)
+        tl.store(out + (site * m + at)[:, None] * D + k[None, :], value, mask=inside)
+        sums += value.to(tl.float64) * value.to(tl.float64)
+    tl.store(squares + site * m + at, tl.sum(sums, axis=1), mask=there)
+
+
+@triton.jit
 def in_half(
     rows, order, mean, factor, half, size, fine, lengths, lost, n, padded, D, W, kept, kept_fine, floor,
     R: tl.constexpr, K: tl.constexpr,

@@ -143,6 +143,77 @@ def row_dots(left: Float[Tensor, "s n d"], right: Float[Tensor, "s n d"]) -> Flo
     return out
 
 
+def taken(rows: Float[Tensor, "s n d"], order: Int[Tensor, "m"]) -> Float[Tensor, "s m d"]:
+    """Some rows of each site, in this order."""
+    return taken_by_kernel(rows, order)[0] if _can_take(rows) else rows.index_select(1, order)
+
+
+def taken_and_measured(
+    rows: Float[Tensor, "s n d"], order: Int[Tensor, "m"]
+) -> tuple[Float[Tensor, "s m d"], Float[Tensor, "s m"]]:  # fmt: skip
+    """The same, and their squared lengths, float64."""
+    if _can_take(rows):
+        return taken_by_kernel(rows, order)
+    some = rows.index_select(1, order)
+    return some, torch.linalg.vector_norm(some, dim=2).double().square_()
+
+
+def _can_take(rows: Float[Tensor, "s n d"]) -> bool:
+    return rows.dtype == torch.float32 and rows.stride(2) == 1 and kernels_run(rows.device)
+
+
+@on_its_device
+def taken_by_kernel(
+    rows: Float[Tensor, "s n d"], order: Int[Tensor, "m"]
+) -> tuple[Float[Tensor, "s m d"], Float[Tensor, "s m"]]:  # fmt: skip
+    """Both of float32 rows in one visit."""
+    kernels, (sites, _, width), m = kernels_of("rows"), rows.shape, len(order)
+    out = torch.empty(sites, m, width, dtype=rows.dtype, device=rows.device)
+    squares = torch.empty(sites, m, dtype=torch.float64, device=rows.device)
+    kernels.take_rows[(-(-m // kernels.ROWS), sites)](
+        rows, order, out, squares, m, width, rows.stride(0), rows.stride(1), R=kernels.ROWS, K=COLUMNS, num_warps=4
+    )
+    return out, squares
+
+
+@on_its_device
+def forms_in_half(
+    rows: Float[Tensor, "s m d"], matrices: Float[Tensor, "s d d"], level: Float[Tensor, "s"], size: Float[Tensor, "s"]
+) -> Float[Tensor, "s m"]:
+    """``x^T (C - l) x`` of each row, float64, with l the level of a site: products in half precision, three digits of
+    what entries of ``C - l`` add up to by size.
+
+    ``size`` is as large as any entry of the rows, or half of it. Second moments C are symmetric: half of one does.
+    """
+    kernels, (sites, m, width), device = kernels_of("forms"), rows.shape, rows.device
+    filled = -(-width // kernels.COLUMNS) * kernels.COLUMNS
+    # Entries come to less than two to the 15; of a second moment none is larger than the largest on its diagonal.
+    own = matrices.diagonal(dim1=1, dim2=2)
+    of_rows, of_matrices = _power(size.double(), TOP), _power(torch.maximum(own.amax(dim=1), level), TOP)
+    near = torch.empty(sites, m, filled, dtype=torch.float16, device=device)
+    kernels.rounded[(-(-m * filled // kernels.CELLS), sites)](
+        rows.contiguous(), of_rows.float(), near, m, width, filled, B=kernels.CELLS, num_warps=4
+    )
+    half = torch.empty(sites, filled, filled, dtype=torch.float16, device=device)
+    if filled > width:
+        half[:, :, width:], half[:, width:] = 0, 0
+    torch.mul(matrices, of_matrices[:, None, None], out=half[:, :width, :width])
+    half.triu_()
+    there = half.diagonal(dim1=1, dim2=2)[:, :width]
+    torch.mul(own - level[:, None], of_matrices[:, None] / 2, out=there)
+    out = torch.empty(sites, m, dtype=torch.float32, device=device)
+    kernels.row_forms[(-(-m // kernels.ROWS), sites)](
+        near, half, out, m, filled, R=kernels.ROWS, C=kernels.COLUMNS, K=kernels.DEPTH, num_warps=8, num_stages=3
+    )
+    return out * (2 / (of_rows.square() * of_matrices))[:, None]
+
+
+def _power(largest: Float[Tensor, "s"], top: int) -> Float[Tensor, "s"]:
+    """A power of two that brings numbers below two to the ``top``."""
+    exponent = torch.frexp(torch.where(largest > 0, largest, 1.0)).exponent
+    return torch.ldexp(torch.ones_like(largest), top - exponent)
+
+
 def squared_lengths(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s n"]:
     """Of each row, float64; by the kernel where there is one, since ``sum`` would copy all rows to float64 first."""
     if rows.dtype == torch.float32 and kernels_run(rows.device):
@@ -209,7 +280,7 @@ class Ready(InHalf):
         # At least as large as any entry once the mean is off.
         largest = torch.maximum(most, -least) + mean.abs().amax(dim=1)
         largest = torch.minimum(largest, most - least) * scale
-        factor = torch.ldexp(torch.ones_like(largest), TOP - torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
+        factor = _power(largest, TOP)
         made = in_half(rows, order, mean, factor * scale, padded, depth)
         return cls(**vars(made), order=order, back=back, factor=factor)
 

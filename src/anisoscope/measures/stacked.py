@@ -23,7 +23,6 @@ from anisoscope.measures import row_kernels, stacked_masked
 from anisoscope.measures.bars import FLOAT32_SIZE, FLOAT32_SPREAD, second_order, unless_biased
 from anisoscope.measures.cells import Cells, SiteSums
 from anisoscope.measures.later import Going, Handover, beside, fetched_later, no_room, rejoined, side_stream
-from anisoscope.measures.row_kernels import squared_lengths
 from anisoscope.measures.spectrum import GRAM_LIMIT
 from anisoscope.measures.stacked_spectra import Spectra, begin_spectra
 from anisoscope.measures.stacked_sums import WIDE_CELLS, Sums, cut_runs
@@ -133,19 +132,24 @@ def _attempted(search: Callable[[], T]) -> T | None:
 
 
 def _isoscore_means(sums: Sums) -> Float[Tensor, "s g"]:
-    trace, size = sums.total[:, None], sums.covariance.square().sum(dim=(1, 2))[:, None]
-    radius2 = torch.linalg.vector_norm(sums.rows, dim=2).double().square_()
-    with on_tensor_cores(_for_bars(sums.rows)):
+    trace, size = sums.total[:, None], sums.square[:, None]
+    if kernels_run(sums.rows.device) and _for_bars(sums.rows):
+        # In one form: where one direction holds nearly all, what follows is a difference of two that are alike.
+        form = row_kernels.forms_in_half(sums.rows, sums.covariance, sums.square / sums.total, sums.size)
+        return sums.means(-2 * (trace / size) ** 2 * form)
+    if kernels_run(sums.rows.device):
         turned = sums.rows @ sums.covariance.float()
-    if kernels_run(turned.device):
         form = row_kernels.row_dots(turned, sums.rows)  # ``sum`` would copy all of it to float64 first
     else:
+        with on_tensor_cores(_for_bars(sums.rows)):
+            turned = sums.rows @ sums.covariance.float()
         form = turned.mul_(sums.rows).sum(dim=2, dtype=torch.float64)
-    return sums.means(2 * trace * (radius2 - trace) / size - 2 * trace**2 * (form - size) / size**2)
+    return sums.means(2 * trace * (sums.radius2 - trace) / size - 2 * trace**2 * (form - size) / size**2)
 
 
 def _for_bars(rows: Float[Tensor, "s m d"]) -> bool:
-    """Whether products for error bars alone are formed in TF32: three digits of a bar, for a sixth of the time."""
+    """Whether products for error bars alone have the digits of TF32, as half precision has: three of a bar, for a sixth
+    of the time."""
     return rows.shape[2] >= PARTED_WIDTH and has_tensor_cores(rows.device)
 
 
@@ -167,7 +171,7 @@ def _of_spectrum(sums: Sums, spectra: Spectra) -> dict[str, Tensor]:
         along, on_axes = spectra.along_first(sums.rows), spectra.forms(sums.rows, a, b)
     roots, logs = _biases(scaled, sums.n - 1)
     return {
-        "values": values, "along means": sums.means(along), "radius means": sums.means(squared_lengths(sums.rows)),
+        "values": values, "along means": sums.means(along), "radius means": sums.means(sums.radius2),
         "rank": rank, "rank means": sums.means(on_axes), "whole": whole, "weighted": weighted, "roots": roots,
         "logs": logs,
     }  # fmt: skip

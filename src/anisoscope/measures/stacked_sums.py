@@ -29,7 +29,8 @@ MOST_MEAN = 0.5  # of second moments about zero that a covariance is made of
 
 @dataclass(frozen=True)
 class Sums:
-    """Of each site: covariance, its total, fourth powers of the radii, and centred rows for error bars.
+    """Of each site: covariance, its total, fourth powers of the radii, and for error bars centred rows, with their
+    squared lengths.
 
     ``size`` is the largest entry and ``mean`` the largest of the mean, both by size, and NaN where an entry is.
     """
@@ -41,6 +42,7 @@ class Sums:
     total: Float[Tensor, "s"]
     fourth: Float[Tensor, "s"]
     rows: Float[Tensor, "s m d"]
+    radius2: Float[Tensor, "s m"]
     groups: int
     cosines: dict[str, Tensor]
 
@@ -88,9 +90,15 @@ class Sums:
 
     @classmethod
     def _made(cls, n: int, covariance: Float[Tensor, "s d d"], joined: dict[str, Tensor]) -> Sums:
-        size, mean, fourth, some = (joined.pop(name) for name in ("size", "mean", "fourth", "rows"))
+        names = ("size", "mean", "fourth", "rows", "radius2")
+        size, mean, fourth, some, radius2 = (joined.pop(name) for name in names)
         total = covariance.diagonal(dim1=1, dim2=2).sum(dim=1)
-        return cls(n, size, mean, covariance, total, fourth, some, cut_runs(n)[0], joined)
+        return cls(n, size, mean, covariance, total, fourth, some, radius2, cut_runs(n)[0], joined)
+
+    @functools.cached_property
+    def square(self) -> Float[Tensor, "s"]:
+        """``tr C^2`` of the covariance."""
+        return torch.linalg.vector_norm(self.covariance.flatten(1), dim=1).square_()
 
     def means(self, influence: Float[Tensor, "s m"]) -> Float[Tensor, "s g"]:
         """Of each block of rows."""
@@ -98,9 +106,8 @@ class Sums:
 
     def table(self) -> dict[str, Tensor]:
         """What is told of them."""
-        square = self.covariance.square().sum(dim=(1, 2))
         return {
-            "size": self.size, "total": self.total, "square": square, "fourth": self.fourth, "mean": self.mean,
+            "size": self.size, "total": self.total, "square": self.square, "fourth": self.fourth, "mean": self.mean,
             **self.cosines,
         }  # fmt: skip
 
@@ -160,17 +167,20 @@ def _table(rows: Float[Tensor, "s n d"], seen: Seen, *, directions: bool) -> dic
     """What is kept of a few sites."""
     centred, largest = seen.centred, torch.linalg.vector_norm(seen.mean, torch.inf, dim=1)
     found = _cosines(rows, centred.lengths.float(), seen.units()) if directions else {}
+    blocks = _runs(rows)
+    some = torch.empty(blocks.shape, dtype=torch.float32, device=rows.device)
     if seen.means is None:
-        some = _runs(centred.rows).flatten(1, 2)
-    else:
-        some = _runs(rows).flatten(1, 2) - seen.mean[:, None]  # those at hand are in another order
+        some.copy_(_runs(centred.rows))
+    else:  # those at hand are in another order
+        torch.sub(blocks, seen.mean[:, None, None], out=some)  # in float64, rounded at the end
         found["mean by cell"] = seen.means
     return found | {
         "size": torch.maximum(seen.size, largest.float()),  # entries that are not numbers are told by their mean alone
         "mean": largest,
         "mean of all": seen.mean,
         "fourth": centred.squares.square().sum(dim=1),
-        "rows": some.float(),
+        "rows": some.flatten(1, 2),
+        "radius2": _runs(centred.squares[:, :, None]).flatten(1),
     }
 
 

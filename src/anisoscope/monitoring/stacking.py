@@ -21,7 +21,7 @@ from anisoscope.kernels import sent, sent_on
 from anisoscope.measures.base import with_notes
 from anisoscope.measures.cells import Cells
 from anisoscope.measures.later import Going, Handover, fetched_later, no_room
-from anisoscope.measures.row_kernels import squared_lengths
+from anisoscope.measures.row_kernels import squared_lengths, taken
 from anisoscope.measures.stacked import STACKED, begin, begin_summed
 from anisoscope.measures.stacked import Found as OfSites
 from anisoscope.monitoring.sharing import Gradients, Shared
@@ -214,7 +214,7 @@ def _begin_moving(
     left = len(moving[0]) - int(np.count_nonzero(moving[0]))
     chosen = rows if good.all() else rows[torch.from_numpy(np.flatnonzero(good)).to(rows.device)]
     if left:
-        chosen = chosen.index_select(1, sent_on(torch.from_numpy(np.flatnonzero(moving[0])), rows))
+        chosen = taken(chosen, sent_on(torch.from_numpy(np.flatnonzero(moving[0])), rows))
     begun = begin(chosen, list(measures), second if good.all() else None)
 
     def told(results: OfSites) -> Found:

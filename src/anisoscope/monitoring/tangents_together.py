@@ -319,10 +319,7 @@ def _facts(asked: Asked, fits: Mapping[str, Fits], bases: Tensor, before: Tensor
 
 def _variances(centred: Centred, bases: Tensor) -> dict[str, Tensor]:
     """Of each half and kind: variance inside the basis of the other half, and all of it."""
-    sites, _, _, width, _ = bases.shape
-    scatter = centred.scatter.view(sites, 1, 2, width, width)
-    other = bases.flip(2)
-    return {
-        "variance": ((scatter @ other) * other).sum(dim=(3, 4)),
-        "variance of all": centred.total.view(sites, 2),
-    }
+    sites, kinds, _, width, rank = bases.shape
+    other = bases.flip(2).permute(0, 2, 3, 1, 4).flatten(3)  # all kinds beside each other: a product of all of them
+    inside = (centred.scatter.view(sites, 2, width, width) @ other).mul_(other).unflatten(3, (kinds, rank))
+    return {"variance": inside.sum(dim=(2, 4)).mT, "variance of all": centred.total.view(sites, 2)}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from anisoscope.estimate import Estimate
 from anisoscope.kernels import kernels_run
-from anisoscope.measures.row_kernels import column_sums, squared_lengths
+from anisoscope.measures.row_kernels import column_sums, taken_and_measured
 from anisoscope.measures.small_eigh import small_eigh
 from anisoscope.stats.moments import PARTED_WIDTH, cell_grams
 from anisoscope.tangent.crossed import LEAST_NULL, CrossedTest
@@ -131,10 +131,9 @@ def _by_half(
     step = max(1, WIDE_CELLS // (len(at) * width))  # sites whose rows are held apart, in float64 without kernels
     for first in range(0, sites, step):
         few = slice(first, first + step)
-        rows = g[few].index_select(1, at)
+        rows, energies[few, 0] = taken_and_measured(g[few], at)
         means[few] = _means(rows)
         cell_grams(rows, ends, moments[few])
-        energies[few, 0] = squared_lengths(rows)
         along = (rows @ flat[few]).unflatten(2, (count, rank)).double().square_().sum(dim=3)
         energies[few, 1:] = along.mT
     table = g.new_zeros(sites * (count + 1), units * len(number), dtype=torch.float64)

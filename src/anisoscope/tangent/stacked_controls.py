@@ -24,19 +24,18 @@ from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores, two_pa
 from anisoscope.tangent.controls import mirrored
 from anisoscope.tangent.drawn import Gaussians
 from anisoscope.tangent.sweeps import has_kernels
+from anisoscope.tangent.wide_controls import Products, products_in_halves
 
 IMAGE_CELLS = 1 << 27  # images of draws held at a time
 MOST_RANK = 32  # larger matrices no longer fit into registers
-MOMENT_BITS = 14  # in half precision moments come to less than two to this
-MOST_POWER = 119  # of two that a moment is multiplied by: more, times a draw, would leave float32
-DRAW_SIZE = 256.0  # what draws are multiplied by there: some thousand at most
 STEPS = 3  # of Newton's, towards orthonormal columns
 LEAST_COSINE = 1e-8  # between a basis and the first axes: below it the plain path chooses a reflection
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Second moments of rows: of each group, and of all rows with their mean and number."""
+    """Second moments of rows: of each group, if there are groups, which are all rows then; and of all rows, with their
+    mean and number."""
 
     groups: Float[Tensor, "s g d d"]
     total: Float[Tensor, "s d d"]
@@ -53,7 +52,7 @@ class Moments:
     def scatter(self) -> Float[Tensor, "s d d"]:
         """Around the mean of all rows."""
         mean = self.mean[:, None]
-        return torch.baddbmm(self.total, mean.mT, mean * -self.n[:, None, None])
+        return torch.addcmul(self.total, mean.mT, mean * -self.n[:, None, None])
 
     def covariance(self) -> Float[Tensor, "s d d"]:
         """Of all rows, with a trace of one."""
@@ -96,8 +95,9 @@ def of_controls(moments: Moments, bases: Float[Tensor, "s p d k"], drawn: Gaussi
     sites, groups = moments.groups.shape[:2]
     count, rank, wide = bases.shape[1], bases.shape[3], _Drawn.of(drawn, bases.shape[1])
     near = wide.z.to(dtype)
-    step = max(1, IMAGE_CELLS // ((groups + 2) * near.numel()))
     by_kernel = has_kernels(near.device, rank) and rank <= MOST_RANK and count > 0
+    together = by_kernel and _in_halves(near)  # few images are held there at a time, and projectors serve all sites
+    step = max(1, sites if together else IMAGE_CELLS // ((groups + 2) * near.numel()))
     of_few, q = _by_kernel if by_kernel else _of_few, _orthonormal(bases.double())
     mirrors = _mirrors(q)
     parts = [
@@ -250,92 +250,51 @@ def _by_kernel(
 
     With the scatter around the mean in place of the second moment of all rows, which is a product of vectors more.
     """
-    (sites, bases, width, k), b, groups, z = q.shape, len(near), moments.groups.shape[1], drawn.z
-    mean, flat, lines = moments.mean[:, None], z.view(b * k, width), (bases + 1) * k
-    scatter = moments.scatter()
-    if near.dtype == torch.float32 and width >= PARTED_WIDTH:
-        images, forms, groups_near = _images_in_halves(moments.groups, scatter, near)
-    else:
-        images, groups_near = flat @ scatter.view(sites * width, width).mT, moments.groups.to(near.dtype)
-        held_near = near.view(b * k, width) @ groups_near.reshape(-1, width).mT
-        forms = held_near.view(b, k * sites * groups, width) @ near.mT
-    each = images.view(b, k, sites, width).permute(2, 0, 1, 3).reshape(sites * b, k, width)
+    (sites, bases, width, k), b, z, groups = q.shape, len(near), drawn.z, moments.groups.shape[1]
+    mean, lines, scatter = moments.mean[:, None], (bases + 1) * k, moments.scatter()
     rows = torch.cat([x, q], dim=1).mT.reshape(sites, lines + bases * k, width)
     held = rows @ scatter
     columns = torch.cat([rows[:, :lines], held[:, :lines], mean], dim=1)
-    against = columns.flatten(0, 1) @ flat.mT
-    against.view(sites, -1, b, k)[:, lines - k : lines] = -drawn.head.permute(2, 0, 1)
+    wide, given = _in_halves(near), (moments.groups, scatter, rows[:, :lines], held[:, :lines], columns, z)
+    found = products_in_halves(*given, drawn.off[:: len(drawn.off) - 1]) if wide else _products(*given, near)
+    found.against.view(sites, -1, b, k)[:, lines - k : lines] = -drawn.head.permute(2, 0, 1)
     energies, left = z.new_empty(sites, bases + 1, groups + 1, b), z.new_empty(2, sites, bases, b + 1)
     whole, kernels = z.new_empty(sites, 2), kernels_of("controls")
     places = max(kernels.LEAST_PLACES, 1 << (k - 1).bit_length())
     kernels.controls[(b, bases + 1, sites)](
-        drawn.off, against, columns @ columns.mT, images.view(b, k * sites, width) @ z.mT, each @ each.mT,
-        held[:, :lines] @ images.view(b * k, sites, width).permute(1, 2, 0),
+        drawn.off, found.against, columns @ columns.mT, found.form, found.form_twice, found.across_twice,
         held[:, lines:] @ torch.cat([rows[:, lines:], held[:, lines:]], dim=1).mT,
-        forms, *_of_groups(groups_near, rows[:, :lines].to(near.dtype), near, groups),
+        found.forms, found.owns, found.acrosses,
         scatter.diagonal(dim1=1, dim2=2).sum(dim=1), torch.linalg.vector_norm(scatter.flatten(1), dim=1),
-        energies, left[0], left[1], whole, moments.n, sites, bases, b, groups,
-        K=k, P=places, num_warps=max(1, places * places // kernels.PER_WARP),
+        energies, left[0], left[1], whole, moments.n.contiguous(), sites, bases, b, groups,
+        SUMMED=wide, K=k, P=places, num_warps=max(1, places * places // kernels.PER_WARP),
     )  # fmt: skip
     return OfControls(energies[:, -1], energies[:, :-1], left[0], left[1], whole)
 
 
-def _of_groups(
-    moments: Float[Tensor, "s g d d"], x: Float[Tensor, "s lines d"], near: Float[Tensor, "b k d"], count: int
-) -> tuple[Float[Tensor, "s gx lines"], Float[Tensor, "sgx bk"]]:
-    """``X^T M X`` and ``X^T M Z`` of each group, the first ``count`` of these moments, as their products leave them."""
-    held = (x[:, None] @ moments)[:, :count].flatten(1, 2)
-    return held @ x.mT, held.flatten(0, 1) @ near.flatten(0, 1).mT
+def _in_halves(near: Float[Tensor, "b k d"]) -> bool:
+    """Whether the kernel is given products in halves."""
+    return near.dtype == torch.float32 and near.shape[2] >= PARTED_WIDTH
 
 
-def _images_in_halves(
-    groups: Float[Tensor, "s g d d"], scatter: Float[Tensor, "s d d"], near: Float[Tensor, "b k d"]
-) -> tuple[Float[Tensor, "bk sd"], Float[Tensor, "b ksg k"], Float[Tensor, "s more d d"]]:
-    """``C z`` of the scatter and every draw, float64, ``Z^T M Z`` of each group, and all these moments in float32.
-
-    Wide moments were formed on tensor cores themselves and have no more digits than products in halves keep.
-    """
-    (sites, count, width, _), (b, k, _) = groups.shape, near.shape
-    moments = near.new_empty(sites, count + 1, width, width)
-    moments[:, :count], moments[:, count] = groups, scatter
-    images, size = _in_halves(near.flatten(0, 1), moments)
-    forms = (images.view(b, -1, width) @ near.mT).view(b, k, -1, k).div_(size[:, None])
-    of_scatter = images.view(b * k, sites, count + 1, width)[:, :, count]
-    of_scatter = of_scatter / size.view(sites, -1)[:, count, None].double()
-    return of_scatter.flatten(1), forms.unflatten(2, (sites, -1))[:, :, :, :count].reshape(b, -1, k), moments
-
-
-def _in_halves(
-    draws: Float[Tensor, "m d"], groups: Float[Tensor, "s g d d"]
-) -> tuple[Float[Tensor, "m n"], Float[Tensor, "sg"]]:
-    """Products of draws with the rows of second moments, and what those of each moment are too large by.
-
-    Each number is two of float16, which are multiplied in three products: 22 bits, as of two of TF32, in half the time.
-    Powers of two bring them into range: no entry of a second moment is larger than the largest on its diagonal.
-    """
-    width = groups.shape[3]
-    largest = groups.diagonal(dim1=2, dim2=3).amax(dim=2).flatten()
-    powers = MOMENT_BITS - torch.frexp(torch.where(largest > 0, largest, 1.0)).exponent
-    factors = torch.ldexp(torch.ones_like(largest), powers.clamp_max(MOST_POWER))
-    left = _apart(draws, torch.full_like(largest[:1], DRAW_SIZE), len(draws), left=True)
-    right = _apart(groups.view(-1, width), factors, width, left=False)
-    return _multiplied(left, right.mT), factors * DRAW_SIZE
-
-
-def _apart(
-    rows: Float[Tensor, "n d"], factors: Float[Tensor, "f"], each: int, *, left: bool
-) -> Float[Tensor, "n three_d"]:
-    """``kernels.controls.in_halves`` of these rows."""
-    kernels, (n, width) = kernels_of("controls"), rows.shape
-    out = torch.empty(n, 3 * width, dtype=torch.float16, device=rows.device)
-    kernels.in_halves[(-(-n // kernels.ROWS), -(-width // kernels.COLUMNS))](
-        rows, factors, out, n, each, width, LEFT=left, R=kernels.ROWS, B=kernels.COLUMNS
+def _products(
+    groups: Float[Tensor, "s g d d"], scatter: Float[Tensor, "s d d"], x: Float[Tensor, "s l d"],
+    held: Float[Tensor, "s l d"], columns: Float[Tensor, "s h d"], z: Float[Tensor, "b k d"],
+    near: Float[Tensor, "b k d"],
+) -> Products:  # fmt: skip
+    """Products with the scatter in float64 and with groups in the type of ``near``, as they come."""
+    (sites, count, width, _), (b, k, _) = groups.shape, z.shape
+    flat, groups, x = z.view(b * k, width), groups.to(near.dtype), x.to(near.dtype)
+    images = flat @ scatter.view(sites * width, width).mT
+    each = images.view(b, k, sites, width).permute(2, 0, 1, 3).reshape(sites * b, k, width)
+    near_images = near.view(b * k, width) @ groups.reshape(-1, width).mT
+    through = (x[:, None] @ groups).flatten(1, 2)
+    return Products(
+        against=columns.flatten(0, 1) @ flat.mT,
+        form=images.view(b, k * sites, width) @ z.mT,
+        form_twice=each @ each.mT,
+        across_twice=(held @ images.view(b * k, sites, width).permute(1, 2, 0)).flatten(0, 1),
+        forms=near_images.view(b, k * sites * count, width) @ near.mT,
+        owns=through @ x.mT,
+        acrosses=through.flatten(0, 1) @ near.flatten(0, 1).mT,
     )
-    return out
-
-
-def _multiplied(left: Float[Tensor, "m d"], right: Float[Tensor, "d n"]) -> Float[Tensor, "m n"]:
-    """A product of float16 matrices in float32."""
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
