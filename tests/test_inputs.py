@@ -18,7 +18,7 @@ from torch import Tensor
 import anisoscope as an
 from anisoscope.errors import EmptyInputError, NonFiniteError, ShapeError
 from anisoscope.measures.neighbors import nearest_neighbors
-from anisoscope.rows import CHUNK_ROWS, as_rows
+from anisoscope.rows import CHUNK_ROWS, all_finite, as_rows
 
 N, WIDTH = 240, 8
 ROWS = np.random.default_rng(0).integers(0, 121, (N, WIDTH)).astype(np.float64)
@@ -501,3 +501,14 @@ class TestChecks:
             nearest_neighbors(torch.ones(3), 2)
         with pytest.raises(jaxtyping.TypeCheckError):
             an.Estimate(value="1.0", stderr=None, n=3, method="m")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_finite_numbers_are_told_from_others_even_where_their_sum_overflows(dtype):
+    rows = torch.full((64, 8), torch.finfo(dtype).max, dtype=dtype)
+    assert all_finite(rows) and all_finite(-rows) and all_finite(rows[:0])
+    for bad in ([torch.nan], [torch.inf], [-torch.inf], [torch.inf, -torch.inf]):
+        for like in (rows, torch.zeros_like(rows)):
+            spoilt = like.clone()
+            spoilt.view(-1)[5 : 5 + len(bad)] = torch.tensor(bad, dtype=dtype)
+            assert not all_finite(spoilt)

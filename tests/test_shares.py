@@ -1,6 +1,7 @@
 """The sampler of benchmarks/shares.py: work of known kind is found as that kind. Commands collect garbage less."""
 
 import gc
+import importlib.util
 import json
 import subprocess
 import sys
@@ -68,3 +69,14 @@ def test_commands_collect_garbage_less_often_unless_it_was_switched_off():
             assert gc.get_threshold()[0] == wish
     finally:
         gc.set_threshold(*before)
+
+
+def test_the_package_is_compiled_before_its_imports_are_timed(tmp_path, monkeypatch):
+    source = tmp_path / "anisoscope" / "part.py"
+    source.parent.mkdir()
+    (source.parent / "__init__.py").touch()
+    source.write_text("ONE = 1\n")
+    place = importlib.util.spec_from_file_location("anisoscope", source.parent / "__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: place)
+    load().compile_package()
+    assert Path(importlib.util.cache_from_source(str(source))).exists()

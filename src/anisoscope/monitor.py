@@ -193,8 +193,7 @@ class Monitor:
 
     def latest(self, measure: str, site: str = MODEL) -> Estimate | None:
         """What the last look found in all tokens, or None: for a line of progress."""
-        place, records = (measure, site, ALL), () if self.last is None else self.last.records
-        return next((one.estimate for one in records if (one.measure, one.site, one.slice) == place), None)
+        return None if self.last is None else self.last.estimates.get((measure, site, ALL))
 
     @property
     def seconds_spent(self) -> float:

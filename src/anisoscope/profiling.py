@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -112,6 +112,11 @@ class Findings:
     failures: tuple[Failure, ...]
     curves: tuple[Curve, ...]
     info: Mapping[str, Any]
+
+    @cached_property
+    def estimates(self) -> dict[tuple[str, str, str], Estimate]:
+        """Estimates by measure, site and slice; the first where several share them."""
+        return {(one.measure, one.site, one.slice): one.estimate for one in reversed(self.records)}
 
 
 @dataclass

@@ -211,6 +211,13 @@ def _as_flags(mask: Any, name: str) -> Tensor:
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
 
 
+def all_finite(numbers: Float[Tensor, "..."]) -> bool:
+    """Whether no number is NaN or infinity."""
+    # A sum is not finite if any element is not; the exact look follows only then (or after a harmless overflow).
+    wide = torch.float64 if numbers.dtype == torch.float64 else torch.float32
+    return bool(torch.isfinite(numbers.sum(dtype=wide))) or bool(torch.isfinite(numbers).all())
+
+
 def non_finite_rows(rows: Float[Tensor, "n d"]) -> Tensor:
     """Positions of the rows that hold NaN or infinity."""
     return (~torch.isfinite(rows).all(dim=1)).nonzero().reshape(-1)
@@ -302,19 +309,14 @@ def _split(block: Any, keep: Tensor | None, start: int, chunk_rows: int) -> Iter
 
 
 def _check_finite(chunk: Chunk) -> None:
-    # A sum is not finite if any element is not; the exact look follows only then (or after a harmless overflow).
-    rows = chunk.rows
-    total_dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    if bool(torch.isfinite(rows.sum(dtype=total_dtype))):
+    if all_finite(chunk.rows):
         return
-    bad = non_finite_rows(rows)
-    if len(bad):
-        numbers = chunk.numbers()[bad.cpu()].tolist()
-        verb = "holds" if len(numbers) == 1 else "hold"
-        raise NonFiniteError(
-            f"{name_rows(numbers)} {verb} NaN or infinity (rows counted from 0, before any mask); "
-            "mask them or find out where they come from"
-        )
+    numbers = chunk.numbers()[non_finite_rows(chunk.rows).cpu()].tolist()
+    verb = "holds" if len(numbers) == 1 else "hold"
+    raise NonFiniteError(
+        f"{name_rows(numbers)} {verb} NaN or infinity (rows counted from 0, before any mask); "
+        "mask them or find out where they come from"
+    )
 
 
 def mean_row(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d"]:

@@ -24,6 +24,7 @@ from anisoscope.measures.table import measure
 from anisoscope.monitoring.sharing import OfAll, Shared, Sharing, wanted_cells
 from anisoscope.monitoring.stacking import GRADIENT, Stacked, gradient_names, numbered, still_note
 from anisoscope.monitoring.views import Analysis, Look, MapView, Name, OfModel, SiteView
+from anisoscope.rows import all_finite, non_finite_rows
 from anisoscope.runs.records import Curve, Failure, Record
 from anisoscope.slices import ALL, NO_POSITION_0, chosen_rows, gathered, kept_columns, massive_dimensions
 from anisoscope.stats.precision import full_precision
@@ -195,7 +196,7 @@ def _cut(view: SiteView, where: str) -> tuple[SiteView, tuple[str, ...]] | None:
             return None
         labels = {name: getattr(view, name)[keep] for name in ("ids", "positions", "sequences")}
         return replace(view, x=chosen_rows(view.x, keep.to(view.x.device)), g=None, **labels), ()
-    if not bool(torch.isfinite(view.x).all()):
+    if not all_finite(view.x):
         return replace(view, g=None), ()  # fails as all tokens do: an infinity is no massive dimension
     massive = massive_dimensions(view.x)
     if not len(massive):
@@ -294,12 +295,10 @@ def _enter_gradients(book: Book, view: SiteView, what: What, known: Mapping[str,
         for name in what.of_gradients:
             book.fail(view.site, name, f"site {view.site!r} {view.no_gradient or 'gave no gradient'}")
         return
-    finite = torch.isfinite(g).all(dim=1)
-    if not bool(finite.all()):
+    if not all_finite(g):
+        bad = len(non_finite_rows(g))
         for name in what.of_gradients:
-            book.fail(
-                view.site, name, f"{int((~finite).sum()):,} of {len(g):,} rows of the gradient hold NaN or infinity"
-            )
+            book.fail(view.site, name, f"{bad:,} of {len(g):,} rows of the gradient hold NaN or infinity")
         return
     book.attempt(view.site, f"{GRADIENT}norm", lambda: gradient_norm(g, view.sequences, view.tokens))
     moving = (g != 0).any(dim=1)

@@ -13,6 +13,8 @@ from anisoscope.estimate import Estimate
 from anisoscope.runs import schema
 from anisoscope.runs.records import Curve, Record
 
+COLUMNS = (("records", 11), ("parts", 9))  # beside the number of a row itself
+
 
 class ProbeWriter:
     """Collects what one probe measured. Values are checked as they come; nothing touches the disk before the end."""
@@ -79,9 +81,11 @@ class ProbeWriter:
         seconds = time.perf_counter() - self._clock
         head = (self.cell, self.step, self._began, seconds, self._info)
         probe = connection.execute(f"INSERT INTO probes VALUES (NULL, {_marks(5)})", head).lastrowid
+        insert, insert_part = (f"INSERT INTO {name} VALUES (NULL, {_marks(n)})" for name, n in COLUMNS)
         for row, parts in self._records:
-            record = connection.execute(f"INSERT INTO records VALUES (NULL, {_marks(11)})", (probe, *row)).lastrowid
-            connection.executemany(f"INSERT INTO parts VALUES (NULL, {_marks(9)})", [(record, *part) for part in parts])
+            record = connection.execute(insert, (probe, *row)).lastrowid
+            if parts:
+                connection.executemany(insert_part, [(record, *part) for part in parts])
         for table, rows in (("failures", self._failures), ("curves", self._curves)):
             for row in rows:
                 connection.execute(f"INSERT INTO {table} VALUES (NULL, {_marks(1 + len(row))})", (probe, *row))

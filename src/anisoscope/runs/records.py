@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ from anisoscope.estimate import Estimate
 
 FIRST_SITES = ("embed",)
 LAST_SITES = ("final_norm",)
+KEPT_SITES = 4096  # names whose place in the order is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)
@@ -139,6 +141,7 @@ def layer_of(site: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+@lru_cache(maxsize=KEPT_SITES)
 def site_order(site: str) -> tuple[Any, ...]:
     """Sort key of sites: the embedding first, the final norm last, ``resid.2`` before ``resid.10`` between them."""
     place = 0 if site in FIRST_SITES else 2 if site in LAST_SITES else 1

@@ -91,8 +91,11 @@ class _Sums:
     def concepts(self, before: Tensor, size: float, dtype: torch.dtype) -> tuple[Tensor, float]:
         """The concepts that fit these codes best, and the error with them."""
         found = least_squares(self.second, self.pull, before, dtype)
-        lost = size - 2 * float((self.pull * found).sum()) + float((self.second * (found @ found.T)).sum())
-        return found, max(lost, 0.0) / size
+        return found, max(size + self.lost(found), 0.0) / size
+
+    def lost(self, concepts: Tensor) -> float:
+        """``|Z C|^2 - 2 <A, Z C>``, which is ``<Z^T Z C - 2 Z^T A, C>``."""
+        return float(torch.addmm(self.pull, self.second, concepts, beta=-2).mul_(concepts).sum())
 
 
 @dataclass(frozen=True)
@@ -359,7 +362,7 @@ class _Step:
         total = reduce(add, sums)
         if beyond is None:
             # Not through a product with codes in their own type: concepts that nearly cancel would drown in rounding.
-            lost = float((total.second * self.gram).sum()) - 2 * float((total.pull * self.exact).sum())
+            lost = total.lost(self.exact)
         return _Swept(new, lost, beyond, total)
 
 

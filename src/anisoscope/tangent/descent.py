@@ -286,11 +286,11 @@ def least_squares(
     column = size.unsqueeze(1)
     values, vectors = torch.linalg.eigh((second / column).div_(size))
     least = len(values) * torch.finfo(dtype).eps
-    if not (values.is_cpu and values[0].item() > least * values[-1].item()):
+    if not (values.is_cpu and (told := values.tolist())[0] > least * told[-1]):
         values = torch.where(values > least * values[-1], values, torch.inf)
-    left = second @ before
-    gap = vectors.T @ torch.sub(pull, left, out=left).div_(column)
-    return (vectors @ gap.div_(values.unsqueeze(1))).div_(column).add_(before)
+    axes = vectors.div_(column)
+    gap = axes.T @ torch.addmm(pull, second, before, alpha=-1)
+    return torch.addmm(before, axes, gap.div_(values.unsqueeze(1)))
 
 
 def reseeded(

@@ -129,7 +129,7 @@ def centroid_distances(
     _, index, count = ids.to(rows.device).unique(return_inverse=True, return_counts=True)
     centres = rows.new_zeros(len(count), rows.shape[1]).index_add_(0, index, rows) / count[:, None]
     of_type = count[index].double()
-    own, overall = (rows - centres[index]).norm(dim=1), rows.norm(dim=1)
+    own, overall = centres[index].sub_(rows).norm(dim=1), rows.norm(dim=1)
     own = torch.where(own > SAME * overall, own * (of_type / (of_type - 1)).sqrt(), 0.0)
     own[of_type == 1] = math.nan
     return own, overall * math.sqrt(n / (n - 1))

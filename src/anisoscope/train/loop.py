@@ -131,7 +131,8 @@ class _Run:
         self.plan, self.data = recipe.optimisation, data
         model_spec = variant.model(data.vocab_size, recipe.data.sequence_length)
         self.model = build_model(model_spec, seed).to(device)
-        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.weights = list(self.model.parameters())  # held: to walk all modules takes as long as a small model's norm
+        self.parameters = sum(parameter.numel() for parameter in self.weights)
         self.optimiser = make_optimiser(self.model, self.plan)
         wanted = variant.regularizer
         self.regularized = None if wanted is None else Regularized(wanted, self.model, seed)
@@ -295,10 +296,10 @@ class _Run:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def _clip(self) -> float:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.weights if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.plan.grad_clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.plan.grad_clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(self.weights, self.plan.grad_clip, norm)
         return float(norm)
 
     @torch.no_grad()

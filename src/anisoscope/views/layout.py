@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from anisoscope.views.panels import Axis, Line, Reference, Toggle
 from anisoscope.views.series import ENDS, STREAM, Series, entry_of, is_stream, measure_title
 
 WRAP = 58  # characters in a line of hover text
+KEPT_WORDS = 4096  # sentences whose lines are kept
 CURVE_POINTS = 120  # points of a curve that are drawn; a spectrum has one for each column of the model
 LOG_SPAN = 8.0  # an axis whose positive values span more than this is drawn in logarithms
 # Values that structureless data read, where they do not depend on the number of rows.
@@ -182,9 +184,15 @@ def hover_text(record: Record, label: str, more: str = "") -> str:
     lines += filter(None, more.split("\n"))
     lines += [f"{name}: {shown(part.value, '.3g')}" for name, part in e.parts.items() if name.startswith("sd over")]
     lines.append(f"n = {e.n:,}" + (f" · step {record.step:,}" if record.step else ""))
-    lines += textwrap.wrap(worded(e.method), WRAP)[:2]
-    lines += [line for note in e.notes[:1] for line in textwrap.wrap(f"note: {worded(note)}", WRAP)[:2]]
+    lines += _first_lines(e.method)
+    lines += [line for note in e.notes[:1] for line in _first_lines(f"note: {note}")]
     return "\n".join([*lines, label])
+
+
+@functools.lru_cache(maxsize=KEPT_WORDS)
+def _first_lines(words: str) -> list[str]:
+    """The first two lines of a stored sentence, which many points share. Nobody writes into them."""
+    return textwrap.wrap(worded(words), WRAP)[:2]
 
 
 def curve_line(curve: Curve, shade: float, log_x: bool, log_y: bool) -> Line:

@@ -200,13 +200,13 @@ def _misfits(y: Float[np.ndarray, "b n"], s: Float[np.ndarray, "b n"]) -> dict[s
 
 def _best_bell(y: Float[np.ndarray, "b n"], s: Float[np.ndarray, "b n"]) -> _Bells:
     """The best rising-then-falling profile: every split is tried, rising before it and falling after it."""
-    w = s**-2.0
-    head = _rising_prefixes(y, w)
-    back = _rising_prefixes(y[:, ::-1], w[:, ::-1])  # falling, read from the last layer on, is rising
-    tail = _Prefixes(*(part[:, ::-1] for part in back))
+    w, b = s**-2.0, len(y)
+    # Falling, read from the last layer on, is rising: both at once.
+    both = _rising_prefixes(np.concatenate([y, y[:, ::-1]]), np.concatenate([w, w[:, ::-1]]))
+    head, tail = _Prefixes(*(part[:b] for part in both)), _Prefixes(*(part[b:, ::-1] for part in both))
     misfit = head.misfit + tail.misfit
     split = misfit.argmin(1)
-    rows = np.arange(len(y))
+    rows = np.arange(b)
     left, right = head.last[rows, split], tail.last[rows, split]
     first = np.where(split > 0, head.first[rows, split], right)
     last = np.where(split < y.shape[1], tail.first[rows, split], left)
