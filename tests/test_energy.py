@@ -422,6 +422,21 @@ def test_rank_sweep_of_nested_fits_is_one_fit_a_half(one_seed):
     assert sweep[1].share.value == pytest.approx(apart[0].share.value, rel=1e-9), "principal axes are nested"
 
 
+def test_known_fits_are_not_made_again(one_seed):
+    x, gradients, labels = draw(one_seed, 96), draw(one_seed + 3, 96), torch.arange(96) % 12
+    calls = []
+
+    def fit(rows, rank):
+        calls.append(pca(rows, rank))
+        return calls[-1]
+
+    plain = cross_fit(x, gradients, labels, fit, ranks=(2, 5), draws=9, seed=one_seed)
+    second, first = calls[2:]  # half 1 is fitted first
+    calls.clear()
+    again = cross_fit(x, gradients, labels, fit, ranks=(2, 5), known={5: (first, second)}, draws=9, seed=one_seed)
+    assert len(calls) == 2 and [one.ratio.value for one in again] == [one.ratio.value for one in plain]
+
+
 def test_cross_fit_removes_the_bias_of_testing_on_the_fit(one_seed):
     """Gradients that are noise copies of the activations: fitted on themselves they align, across halves not."""
     generator = torch.Generator().manual_seed(one_seed)

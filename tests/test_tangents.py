@@ -173,6 +173,11 @@ def test_the_referee_comes_when_it_is_due():
     assert isinstance(found["pca.activation.spectral_share"], Estimate)
     curve = found["pca ratio against rank"]
     assert isinstance(curve, Curve) and curve.x == (2.0, 5.0) and curve.y[0] > 1
+    again = analysis(view, ranks=(2, K), proxies=("seminmf",))
+    again(look(step=9))  # from which the next fit goes on, where one by itself would begin anew
+    own = again(view)
+    told = own["seminmf.activation.ratio", "all"].value
+    assert own["seminmf ratio against rank"].y[1] == pytest.approx(told, rel=1e-7), "the curve goes through it"
     early = analysis(view, ranks=(2, 5))(look(step=9))
     assert "pca.survives" not in early and "pca ratio against rank" not in early
     assert "pca.survives" in analysis(view, referee="always", steps=None)(look(step=9))

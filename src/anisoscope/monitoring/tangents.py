@@ -401,6 +401,8 @@ class TangentAnalysis:
 
     def _over_ranks(self, here: Here, kind: str) -> Curve:
         ranks = tuple(sorted(set(self.ranks)))
+        # So that the curve goes through the ratio that is told; other ranks of a frozen proxy are fitted now.
+        known = {} if self.mode == "frozen" else {self.rank: here.pairs[kind]}
         found = cross_fit(
             here.view.x,
             here.g,
@@ -408,6 +410,7 @@ class TangentAnalysis:
             lambda rows, rank: fit_proxy(rows, kind, rank, seed=self.seed),
             ranks=ranks,
             nested=kind == "pca",
+            known=known,
             draws=self.draws,
             seed=self.seed,
         )

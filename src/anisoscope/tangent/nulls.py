@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -218,6 +218,7 @@ def _by_product(x: Tensor, g: Tensor, q: Tensor, orders: Sequence[Tensor]) -> Fl
     return torch.stack(found)
 
 
+@runtime_checkable
 class HasBasis(Protocol):
     """What a fit returns: anything with an orthonormal ``basis`` (D,K), a Proxy for one."""
 
@@ -246,6 +247,7 @@ def cross_fit(
     *,
     ranks: Sequence[int] = (16,),
     nested: bool = False,
+    known: Mapping[int, tuple[HasBasis, HasBasis]] | None = None,
     controls: str = "normal",
     draws: int = DRAWS,
     seed: int = 0,
@@ -253,7 +255,8 @@ def cross_fit(
     """Fit on one half of the sequences, test the gradients of the other, swap, average; one result for each rank.
 
     ``fit(rows, rank)`` returns something with a ``basis``. With ``nested=True`` it is called once for each half, at
-    the largest rank, and smaller ranks take its leading columns (principal axes are nested, concepts are not).
+    the largest rank, and smaller ranks take its leading columns (principal axes are nested, concepts are not). Fits of
+    a rank to either half that are ``known``, of the same ``groups`` and ``seed``, are not made again.
     """
     if not ranks or min(ranks) < 1:
         raise OptionError(f"ranks={tuple(ranks)}: give one rank or more, each at least 1")
@@ -268,7 +271,10 @@ def cross_fit(
     for rank in ranks:
         folds = []
         for other in (1, 0):
-            basis = whole[other][:, :rank] if nested else fit(activations[halves[other]], rank).basis
+            if known and rank in known:
+                basis = known[rank][other].basis
+            else:
+                basis = whole[other][:, :rank] if nested else fit(activations[halves[other]], rank).basis
             if basis.shape[1] != rank:
                 raise ShapeError(f"the fit was asked for rank {rank} and gave a basis of shape {tuple(basis.shape)}")
             rows = activations[halves[other]] if controls == "normal_top" else None
