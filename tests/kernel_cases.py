@@ -12,6 +12,7 @@ import torch
 
 from anisoscope.kernels import kernels_of
 from anisoscope.measures import neighbors_fused, row_kernels
+from anisoscope.measures.plan import scale_of
 from anisoscope.tangent import descending, descent, seminmf, stacked_fits, sweeps, visits
 
 
@@ -25,13 +26,13 @@ def brute_force(rows, k):
     return distances.topk(k, largest=False).values
 
 
-def neighbours(rows, k, cells, again=4):
+def neighbours(rows, k, cells, again=4, scale=1.0):
     """The largest error of rows called certain and of all, the share of certain ones, and false indices."""
     neighbors_fused.STRIPE_CELLS, neighbors_fused.AGAIN = cells, again
     neighbors_fused.MEASURED_TILE = (64, 64)  # the interpreter is slow
     sites = torch.stack([2 * rows, rows])
     worst, certain, below, wrong = 0.0, [], 0.0, 0
-    for one, found in zip(sites, neighbors_fused.search_fused(sites, k, 1.0), strict=True):
+    for one, found in zip(sites, neighbors_fused.search_fused(sites, k, scale), strict=True):
         truth = brute_force(one, k)
         error = (found.distances - truth) / truth.clamp_min(1e-300)
         worst = max([worst, *error[found.settled].abs().flatten().tolist()])
@@ -54,6 +55,13 @@ def again():
         found[name] = neighbours(heaps, 2, 1 << 29, again)
     crowded = draw(300, 8)
     return found | {name: neighbours(crowded, 5, 1 << 29, again) for name, again in (("crowd", 1), ("whole", 300))}
+
+
+def scaled():
+    """Two heaps, once as they are and once so large or small that they are searched in other units."""
+    heaps = 0.12 * draw(200, 100) + torch.where(torch.arange(200) % 2 == 0, 1.0, -1.0)[:, None]
+    sizes = {"plain": 1.0, "small": 2.0**-40, "large": 2.0**40}
+    return {name: neighbours(size * heaps, 2, 1 << 29, scale=scale_of(size * heaps)) for name, size in sizes.items()}
 
 
 def groups():
@@ -229,6 +237,7 @@ if __name__ == "__main__":
         "neighbours": lambda: {name: neighbours(*one) for name, one in clouds().items()},
         "groups": groups,
         "again": again,
+        "scaled": scaled,
         "codes": lambda: {
             f"{r} {t}": codes(r, t) for r, t in ((2, torch.float32), (5, torch.float32), (5, torch.float64))
         },

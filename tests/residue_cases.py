@@ -129,6 +129,7 @@ def lost():
     """Whether rows with NaN or an infinity spoil what they would spoil in float64, and nothing else."""
     rows, ends = draw(3, 60, 40), [10, 30, 60]
     rows[0, 9, 4], rows[1, 30, 33], rows[2, 29, 39] = torch.nan, torch.inf, -torch.inf
+    rows.view(torch.int32)[2, 31, 6] = -0x400000  # a NaN whose sign is set
     found = found_of(rows, ends, cut=ONE)
     return torch.equal(found.isnan(), ~truth(rows, ends).isfinite()) and not bool(found.isinf().any())
 

@@ -15,7 +15,7 @@ def kernels():
 
 
 def test_kernels_find_a_similar_band_matrix(kernels):
-    assert len(kernels["names"]) == 9
+    assert len(kernels["names"]) == 10
     for quantity in ("values", "orthonormal", "similar"):
         for name, error in zip(kernels["names"], kernels[quantity], strict=True):
             assert error < 1e-13, (quantity, name)

@@ -2,7 +2,7 @@
 
 Some programs share a block column, each with its own rows of it in registers. They wait for one another once a column,
 so all of them must be running at once: never more programs than fit on the GPU. No sum depends on which program comes
-first. Numbers and widths of matrices are ordinary arguments: the kernel is compiled once.
+first. Numbers and widths of matrices are ordinary arguments: the kernel is compiled for each share of rows, not more.
 
 This module needs Triton; ``measures.banded`` imports it where Triton is.
 """

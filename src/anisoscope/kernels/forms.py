@@ -14,7 +14,7 @@ CELLS = 2048
 """Entries that one program rounds."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["each"])
 def rounded(rows, factors, out, each, D, W, B: tl.constexpr):
     """Entries of ``each`` rows of a site times its factor, in half precision, filled up to ``W`` columns with zeros."""
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)

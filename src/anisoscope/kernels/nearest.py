@@ -203,8 +203,9 @@ def nearest_of_rows(
 
 @triton.jit
 def far_at_least(bound, length, site, worst, factor, floor):
-    """The least squared distance of two rows, where that of their rounded values, times ``factor`` squared, is at least
-    ``bound``, and one of them has that rounded ``length``: see ``neighbors_fused``."""
+    """The least squared distance of two rows, in the units of ``Ready``'s rows (times ``scale`` squared), where that of
+    their rounded values, times ``factor`` squared, is at least ``bound``, and one of them has that rounded ``length``:
+    see ``neighbors_fused``."""
     share = tl.load(worst + site)
     # Bounds may be a little too large where places stand in their lowest bits.
     near = tl.sqrt(tl.maximum(bound - tl.abs(bound) * 3.0517578125e-05, 0.0))
@@ -277,12 +278,12 @@ def measure_nearest(
     real = (bound < 3e37) & (there < n)
     there = tl.load(order + tl.where(real, there, 0))
     length = tl.load(lengths + site * n + here)
-    left = far_at_least(bound.to(tl.float64), length[:, None], site, worst, factor, floor) * (scale * scale)
+    left = far_at_least(bound.to(tl.float64), length[:, None], site, worst, factor, floor)
     left = tl.where(real, left, float("inf"))
     found, limit = measured(rows + site * n * D, here, there, left, scale, D, k, R, T, K)
     others = (site * S + tl.arange(0, S))[None, :] * wide + at[:, None]
     others = tl.min(tl.load(rest + others, mask=asked[:, None], other=3e38), axis=1).to(tl.float64)
-    others = far_at_least(others, length, site, worst, factor, floor) * (scale * scale)
+    others = far_at_least(others, length, site, worst, factor, floor)
     tl.store(settled + site * n + here, (others >= limit) | (limit <= 0), mask=asked)
     for turn in range(k):
         value, slot = tl.min(found, axis=1, return_indices=True)

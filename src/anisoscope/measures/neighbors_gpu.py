@@ -29,6 +29,7 @@ WIDE_CELLS = 1 << 27  # of rows held as float64 at a time
 MENDED = 384  # rows searched again without asking whether there are so many; a kernel takes no more of a site
 SORTED = 1024  # so many columns are sorted in one kernel, where picking the least of them takes a dozen
 TIED = 1e-9  # the k-th squared distance may be so much too long, relative: rows as far as each other to nine digits
+MOST_SCALE = 2.0**126  # that a kernel can be given, in float32; rows of subnormal numbers alone want more
 PAIR_CELLS = 1 << 25  # differences held at a time, float64
 
 
@@ -80,7 +81,8 @@ def nearest_by_tiles(rows: Float[Tensor, "n d"], k: int) -> Neighbors:
     """The ``k`` nearest other rows of every row, exact in float64, ties in any order."""
     with full_precision(rows.device):
         scale = scale_of(rows)
-        found = search_fused(rows[None], k, scale)[0] if can_fuse(rows, k) else search(rows, k, scale)
+        fused = can_fuse(rows, k) and scale <= MOST_SCALE
+        found = search_fused(rows[None], k, scale)[0] if fused else search(rows, k, scale)
         return settle(rows, k, scale, found)
 
 

@@ -404,16 +404,9 @@ class TangentAnalysis:
         # So that the curve goes through the ratio that is told; other ranks of a frozen proxy are fitted now.
         known = {} if self.mode == "frozen" else {self.rank: here.pairs[kind]}
         found = cross_fit(
-            here.view.x,
-            here.g,
-            here.view.sequences,
-            lambda rows, rank: fit_proxy(rows, kind, rank, seed=self.seed),
-            ranks=ranks,
-            nested=kind == "pca",
-            known=known,
-            draws=self.draws,
-            seed=self.seed,
-        )
+            here.view.x, here.g, here.view.sequences, lambda rows, rank: fit_proxy(rows, kind, rank, seed=self.seed),
+            ranks=ranks, nested=kind == "pca", known=known, draws=self.draws, seed=self.seed,
+        )  # fmt: skip
         bars = [one.ratio.stderr for one in found]
         return Curve(
             run="", step=here.view.step, site=here.view.site, name="", slice="all",

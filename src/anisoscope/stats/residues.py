@@ -102,6 +102,6 @@ def column_units(rows: Float[Tensor, "s n d"], bounds: Sequence[int]) -> Float[T
         R=kernels.CUT.squared, C=block, SHARES=SHARES, num_warps=4,
     )  # fmt: skip
     # A number with the exponent e is less than 2**(e - 1022); the root of it less than two to half of that, rounded up.
-    exponent = squares.sum(dim=2).view(torch.int64) >> 52
+    exponent = squares.sum(dim=2).view(torch.int64) >> 52 & 0x7FF  # of a NaN too whose sign is set
     units = ((exponent - 1021 >> 1) + (1023 - 31) << 52).view(torch.float64)
     return torch.where(exponent < 2047, units, torch.nan)

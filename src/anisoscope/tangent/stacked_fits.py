@@ -90,7 +90,7 @@ class Centred:
 @functools.lru_cache(maxsize=8)
 def _counts(halves: tuple[int, int], sites: int, device: torch.device) -> Int[Tensor, "f"]:
     """Rows of each fit; nobody writes into it."""
-    return torch.tensor(halves, device=device).repeat(sites)
+    return torch.tensor(halves * sites, device=device)  # a plain copy: it is there for any stream when this returns
 
 
 def _summed(

@@ -15,11 +15,16 @@ from anisoscope.tangent.descending import BEGIN, GROW, GROW_LIMIT, SHRINK
 from anisoscope.tangent.sweeps import has_kernels, inverses, power_of_two
 
 LEAST_PLACES = 16  # what a product on tensor cores takes
+FEW_CONCEPTS, MANY_BYTES = 32, 160 << 10  # more than so few want so much shared memory, which small GPUs lack
 
 
 def can_visit(a: Float[Tensor, "f n d"], rank: int) -> bool:
     """Whether the kernels serve these rows."""
-    return has_kernels(a.device, rank) and a.dtype == torch.float32
+    if not has_kernels(a.device, rank) or a.dtype != torch.float32:
+        return False
+    if rank <= FEW_CONCEPTS or not a.is_cuda:
+        return True
+    return getattr(torch.cuda.get_device_properties(a.device), "shared_memory_per_block_optin", 0) >= MANY_BYTES
 
 
 @on_its_device
