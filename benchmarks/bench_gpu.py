@@ -270,15 +270,20 @@ def products(sites: int = 25, n: int = 8192, width: int = 2048) -> list[Table]:
     """``y^T y`` of wide rows by one launch and in float64, as a look at frequency bins wants them and as a whole."""
     table = Table(
         f"Products of wide rows, {sites} sites of {n:,} rows, D = {width:,}",
-        ("cells", "float64", "one launch", "ratio", "error, of the lengths of columns"),
+        ("cells", "way", "float64", "ours", "ratio", "error, of the lengths of columns"),
     )
     rows = draw(sites, n, width)
     for ends in ([n * cell // 8 for cell in range(1, 9)], [n]):
-        right, found = (cell_grams(some, ends)[:1] for some in (rows[:1].double(), rows[:1]))
+        wide = rows.double()
+        right = cell_grams(wide[:1], ends)
         size = right.diagonal(dim1=2, dim2=3).sqrt()
-        error = float(((found - right).abs() / (size[..., None] * size[..., None, :])).max())
-        exact, ours = (clock(lambda some=some, ends=ends: cell_grams(some, ends)) for some in (rows.double(), rows))
-        table.add(f"{len(ends)}", seconds(exact), seconds(ours), f"{exact / ours:.1f}x", f"{error:.1e}")
+        alone = clock(lambda some=wide, ends=ends: cell_grams(some, ends))
+        del wide
+        for way, exact in (("two float16", False), ("remainders of integers", True)):
+            found = cell_grams(rows[:1], ends, exact=exact)
+            error = float(((found - right).abs() / (size[..., None] * size[..., None, :])).max())
+            ours = clock(lambda ends=ends, exact=exact: cell_grams(rows, ends, exact=exact))
+            table.add(f"{len(ends)}", way, seconds(alone), seconds(ours), f"{alone / ours:.1f}x", f"{error:.1e}")
     return [table]
 
 
