@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import LAYERS, T5, VOCABULARY, WIDTH, Known, build, token_ids
+from tiny_models import LAYERS, T5, VOCABULARY, WIDTH, Known, build, checkpoint, token_ids
 from torch import nn
 
 from anisoscope.capture.hooks import record
@@ -205,8 +205,7 @@ def test_gradients_under_gradient_checkpointing(pattern):
     def gradients(**checkpointing):
         model = build("llama").train()
         if checkpointing:
-            model.gradient_checkpointing_enable(checkpointing)
-            model.enable_input_require_grads()
+            checkpoint(model, **checkpointing)
         with record(model, select(discover(model), pattern), keep_graph=True) as seen:
             loss = model(ids, labels=ids).loss
         return seen.gradients(loss)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_capture import hooks_of
 from test_gradients import MASK, batch_of, loss_of, vars_of
-from tiny_models import LAYERS, VOCABULARY, WIDTH, build, token_ids
+from tiny_models import LAYERS, VOCABULARY, WIDTH, build, checkpoint, token_ids
 from torch import nn
 
 from anisoscope.capture.losses import CausalLoss, MaskedLoss
@@ -56,8 +56,7 @@ def train(name, watch=None, *, steps=4, accumulate=1, autocast=False, checkpoint
     model = build(name).train()
     model.get_submodule(next(n for n, m in model.named_modules() if isinstance(m, nn.Dropout))).eval()
     if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        model.enable_input_require_grads()
+        checkpoint(model, use_reentrant=checkpointing)
     loss = loss_of(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trace, hooks = [], hooks_of(model)
@@ -543,8 +542,7 @@ def test_a_ride_under_checkpointing_sees_the_same():
         seen = {}
         model = build("llama").train()
         if checkpointing:
-            model.gradient_checkpointing_enable(checkpointing)
-            model.enable_input_require_grads()
+            checkpoint(model, **checkpointing)
 
         def keep(view):
             seen[view.site] = view

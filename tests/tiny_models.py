@@ -165,3 +165,10 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 def token_ids(batch: int = 2, length: int = 7, seed: int = 0) -> torch.Tensor:
     """Ids of ordinary tokens: none of the special ones of the tiny vocabularies."""
     return torch.randint(4, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def checkpoint(model, **options) -> None:
+    """Let a model compute its activations again in the backward pass, by the name that its transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
+    model.enable_input_require_grads()

@@ -43,7 +43,7 @@ def clipped(text: str, letters: int) -> str:
 
 def rounded(number: float | None, digits: int) -> float | None:
     """A number with so many significant digits; JSON has no infinity, so what is not finite is None."""
-    return None if number is None or not math.isfinite(number) else float(f"{number:.{digits}g}")
+    return None if number is None or not math.isfinite(number) else float(format(number, f".{digits}g"))
 
 
 def viridis(share: float) -> str:
