@@ -138,6 +138,7 @@ def bench_two_nn(sizes: list[int], peers: bool) -> list[str]:
         for name, rows in (
             ("12-dimensional manifold", manifold(n)),
             ("the same with noise", manifold(n, noise=0.02)),
+            ("variances as 1/rank", gaussian(n) * torch.arange(1, WIDTH + 1) ** -0.5),
             ("isotropic Gaussian", gaussian(n)),
         ):
             ours = clock(lambda rows=rows: an.two_nn(rows), 1 if n > 32768 else 3)

@@ -59,7 +59,7 @@ IN_SEARCH = tuple(
     f"{PACKAGE}{name}.py"
     for name in (
         "measures/search", "measures/neighbors", "measures/neighbors_gpu", "measures/neighbors_fused",
-        "measures/stacked_neighbors", "measures/plan", "kernels/nearest",
+        "measures/stacked_neighbors", "measures/plan", "measures/all_pairs", "measures/integers", "kernels/nearest",
     )
 )  # fmt: skip
 IN_LAPACK = ("/numpy/linalg/", "/scipy/linalg/")

@@ -47,7 +47,8 @@ CHASED = "tests/test_chased.py"
 JACOBI, GRAMS = "tests/test_small_eigh.py", "tests/test_grams.py"
 WAITS, TYPES = "tests/test_waits.py", "tests/test_type_kernel.py"
 SHARING, BANDS = "tests/test_stacked_sharing.py", "tests/test_band_forms.py"
-RESIDUES = "tests/test_residues.py"
+RESIDUES, INTEGERS = "tests/test_residues.py", "tests/test_integers.py"
+CODED, ALL = "measures/integers.py", "measures/all_pairs.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
     Mutant(A, "(float(total @ total) - n) / (n * (n - 1))", "float(total @ total) / n**2", (ORACLES,)),
@@ -121,8 +122,8 @@ MUTANTS = [
     ),
     Mutant(
         N,
-        "difference = self.rows[i].double().sub_(self.rows[j].double())",
-        "difference = self.rows[i].half().double().sub_(self.rows[j].half().double())",
+        "difference = self.rows.index_select(0, i).double()",
+        "difference = self.rows.index_select(0, i).half().double()",
         (ORACLES,),
     ),
     Mutant(N, "            j.append(rows[a])", "            j.append(rows[a].roll(1))", (ORACLES,)),
@@ -606,6 +607,21 @@ MUTANTS = [
     ),
     Mutant("monitoring/stacking.py", "min(-math.frexp(one)[1], MOST_EXPONENT)", "-math.frexp(one)[1]", (SHARING,)),
     Mutant("monitoring/stacking.py", "shared, self.shared = self.shared, None", "shared = self.shared", (SHARING,)),
+    Mutant(CODED, "left + SLACK * size", "0.5 * left", (INTEGERS,)),
+    Mutant(CODED, ".clamp_(-LARGEST, LARGEST)\n", ".clamp_(-100, 100)\n", (INTEGERS,)),
+    Mutant(CODED, ".mul_(signs)", "", (INTEGERS,), "close"),
+    Mutant(CODED, "a.shape[1] > 1 and ", "", (INTEGERS,)),
+    Mutant(CODED, "tile.mul_(self.steps[columns].mul(-2))", "tile.mul_(self.steps[columns].mul(-1))", (INTEGERS,)),
+    Mutant(ALL, "errors = codes.errors[own] + codes.errors[others].max()", "errors = codes.errors[own]", (INTEGERS,)),
+    Mutant(ALL, "<= own[:, None], torch.inf", "< own[:, None], torch.inf", (INTEGERS,)),
+    Mutant(ALL, "member * tile.shape[2] + group[which]", "member + group[which] * GROUP", (INTEGERS,)),
+    Mutant(ALL, ".sqrt_().add_(errors[:, None])", ".sqrt_()", (INTEGERS,)),
+    Mutant(ALL, "self._measure(left.where(likely))", "pass", (INTEGERS,)),
+    Mutant(ALL, "            self._measure(left)\n", "", (INTEGERS,)),
+    Mutant(ALL, "return codes + sign * (errors[i] + errors[j])", "return codes", (INTEGERS,)),
+    Mutant(ALL, ".masked_fill_(known == 0, -torch.inf)", "", (INTEGERS,)),
+    Mutant(ALL, "self._settle(self._most // 2 if near else 0)", "self._settle(self._most // 2)", (INTEGERS,)),
+    Mutant(ALL, "plan.integers and search.scale == 1", "plan.integers", (INTEGERS,)),
 ]
 
 

@@ -616,17 +616,41 @@ def jittered(seed):
     return torch.from_numpy(X + rng.standard_normal(X.shape) * 1e-9)
 
 
+def massive(seed):
+    """A few rows a thousand times as long as the others, one dimension far from zero: as activations of many models."""
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((5000, 64)).astype(np.float32)
+    X[:, 5] += 300
+    X[::400] *= 1000
+    return torch.from_numpy(X)
+
+
+def copies(seed):
+    """Each row three to forty times."""
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((200, 64)).astype(np.float32)
+    return torch.from_numpy(rng.permutation(X.repeat(rng.integers(3, 40, len(X)), axis=0)))
+
+
 SHORT, FULL = Plan(axes=8, width=64, survivors=0.0), Plan(axes=64, width=64, survivors=0.0)
+INTEGERS = Plan(axes=64, width=64, survivors=0.0, integers=True)
 CLOUDS = {
-    "manifold": (lambda seed: flat_torus(6000, 3, width=64, seed=seed), (None, SHORT, FULL)),
-    "manifold bfloat16": (lambda seed: flat_torus(5000, 4, width=64, seed=seed).bfloat16(), (SHORT,)),
-    "decaying gaussian": (lambda seed: gaussian(5000, [1 / i**2 for i in range(1, 65)], seed=seed), (SHORT, FULL)),
-    "isotropic gaussian": (lambda seed: gaussian(5000, [1.0] * 64, seed=seed), (FULL,)),
+    "manifold": (lambda seed: flat_torus(6000, 3, width=64, seed=seed), (None, SHORT, FULL, INTEGERS)),
+    "manifold bfloat16": (lambda seed: flat_torus(5000, 4, width=64, seed=seed).bfloat16(), (SHORT, INTEGERS)),
+    "decaying gaussian": (
+        lambda seed: gaussian(5000, [1 / i**2 for i in range(1, 65)], seed=seed),
+        (SHORT, FULL, INTEGERS),
+    ),
+    "isotropic gaussian": (lambda seed: gaussian(5000, [1.0] * 64, seed=seed), (FULL, INTEGERS)),
     # eight axes of an isotropic cloud bound nothing, so that every pair is measured: fewer rows will do
     "small isotropic gaussian": (lambda seed: gaussian(1200, [1.0] * 64, seed=seed), (SHORT,)),
     "far clusters": (far_clusters, (SHORT, FULL)),
+    # all rows of a cluster have one code, so that every pair in it is measured: fewer rows will do
+    "few far clusters": (lambda seed: far_clusters(seed)[:1200], (INTEGERS,)),
     "far clusters float32": (lambda seed: far_clusters(seed).float(), (SHORT, FULL)),
-    "jittered copies": (jittered, (FULL,)),
+    "jittered copies": (jittered, (FULL, INTEGERS)),
+    "massive rows": (massive, (FULL, INTEGERS)),
+    "copies": (copies, (FULL, INTEGERS)),
     "few jittered copies": (lambda seed: jittered(seed)[:1200], (SHORT,)),
 }
 K = 4

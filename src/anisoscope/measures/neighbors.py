@@ -10,9 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import OptionError, TooFewRowsError
+from anisoscope.measures.all_pairs import sweep_all
+from anisoscope.measures.integers import integers_serve
 from anisoscope.measures.neighbors_gpu import nearest_by_tiles
 from anisoscope.measures.plan import Plan
-from anisoscope.measures.search import FEW_ROWS, Neighbors, neighbors_of, sweep_all
+from anisoscope.measures.search import FEW_ROWS, SQUARE_ROWS, Neighbors, neighbors_of
+
+FEW_NEIGHBORS = 8
 
 
 def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None = None, seed: int = 0) -> Neighbors:
@@ -28,9 +32,14 @@ def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None =
         raise TooFewRowsError(f"{k} neighbours need at least {k + 1} distinct rows, got {n}")
     if plan is None and by_tiles(rows.device):
         return nearest_by_tiles(rows, k)
-    if plan is None and n <= FEW_ROWS:
+    if plan is None and n <= few_rows(k):
         return neighbors_of(rows, torch.arange(n, device=rows.device), k)
     return sweep_all(rows, k, plan, seed)
+
+
+def few_rows(k: int) -> int:
+    """Up to how many rows all bounds of a row are looked at together: fewer where a sweep in integers is cheaper."""
+    return SQUARE_ROWS if k <= FEW_NEIGHBORS and integers_serve() else FEW_ROWS
 
 
 def by_tiles(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""How to search for neighbours: how many principal axes the bounds use, chosen on a sample before the sweep begins."""
+"""How to search for neighbours: in integers or by how many principal axes, chosen on a sample before the sweep."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import NonFiniteError, name_rows
+from anisoscope.measures.integers import MOST_COLUMNS, integers_serve, survivors_in_integers
 from anisoscope.rows import largest_size, non_finite_rows, power_of_two_scale
 
 MIN_ROWS_TO_PLAN = 4096  # below this one sweep costs less than choosing how to do it
 SAMPLED_ROWS, SAMPLED_COLUMNS = 128, 4096  # what ``choose_plan`` looks at
+FEWEST_AXES = 8
+BASIS_SAMPLE = 8192  # rows that principal axes are taken from
+# Costs of a pair in units of one multiply-add in float32, by the clock of two cores of a Zen 4 on 32,768 rows.
+SCAN, INTEGER_SCAN = 24.0, 48.0
+INTEGER = 0.23  # a multiply-add of small integers
+MOST_IN_INTEGERS = 16  # neighbours; of 32 so many pairs are measured that nothing is gained
+EIGH = 12.0  # of each entry of the cube: eigenvectors in float64
+MEASURE = 80.0  # of each column: a measurement by differences, which moves whole rows through memory
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the sweep bounds distances: from ``axes`` leading principal axes (all of them: the full product)."""
+    """How the sweep bounds distances: from ``axes`` leading principal axes (all of them: the full product), or of
+    integers."""
 
     axes: int
     width: int
     survivors: float
     """Expected share of pairs that must be measured exactly."""
+    integers: bool = False
+    """Whether the bounds come of rows as small integers, of all axes."""
 
     @property
     def is_full(self) -> bool:
@@ -34,10 +46,9 @@ class Plan:
 def choose_plan(
     rows: Float[Tensor, "n d"], mean: Float[Tensor, "d"], k: int, generator: torch.Generator
 ) -> tuple[Plan, Float[Tensor, "d d"] | None]:
-    """Choose how many principal axes to bound with, by the pairs that would survive on a sample; the axes come along.
+    """Choose how to bound, by the pairs that would survive on a sample; the axes come along.
 
-    Costs per pair, in units of one multiply-add of the product: the axes themselves, a fixed scan of the tile, and for
-    each survivor one measurement by differences, which moves whole rows through memory.
+    Costs per pair: the product, a scan of the tile, and for each survivor one measurement.
     """
     n, width = rows.shape
     full = Plan(axes=width, width=width, survivors=k / n)
@@ -45,20 +56,26 @@ def choose_plan(
         return full, None
     if scale_of(rows) != 1:
         return full, None  # the short look below is in float32
-    basis = principal_axes(rows, mean, generator)
     picks = torch.randperm(n, generator=generator)
     some, others = picks[:SAMPLED_ROWS].to(rows.device), picks[-SAMPLED_COLUMNS:].to(rows.device)
     limit = _sampled_limits(rows, mean, some, k)
-    scan, measure = 24.0, 24.0 * width
-    best, best_cost = full, (width + scan) * 0.8  # the full product keeps the benefit of the doubt
+    best, best_cost = full, (width + SCAN) * 0.8  # the full product keeps the benefit of the doubt
+    if k <= MOST_IN_INTEGERS and width <= MOST_COLUMNS and rows.device.type == "cpu" and integers_serve():
+        survivors = survivors_in_integers(rows[some], rows[others], mean, limit.sqrt())
+        cost = INTEGER * width + INTEGER_SCAN + survivors * MEASURE * width
+        if cost < best_cost:
+            best, best_cost = Plan(axes=width, width=width, survivors=survivors, integers=True), cost
+    if n * n / 2 * (best_cost - SCAN - FEWEST_AXES) < BASIS_SAMPLE * width**2 + EIGH * width**3:
+        return best, None  # axes cost more than they could save
+    basis = principal_axes(rows, mean, generator)
     a = (rows[some].double() - mean) @ basis
     b = (rows[others].double() - mean) @ basis
-    axes = 8
+    axes = FEWEST_AXES
     while axes <= width // 2:
         lead = torch.cdist(a[:, :axes], b[:, :axes])
         rest = a[:, axes:].norm(dim=1)[:, None] - b[:, axes:].norm(dim=1)[None, :]
         survivors = float((lead.square() + rest.square() < limit[:, None]).double().mean())
-        cost = axes + scan + survivors * measure
+        cost = axes + SCAN + survivors * MEASURE * width
         if cost < best_cost:
             best, best_cost = Plan(axes=axes, width=width, survivors=survivors), cost
         axes *= 2
@@ -69,7 +86,7 @@ def principal_axes(
     rows: Float[Tensor, "n d"], mean: Float[Tensor, "d"], generator: torch.Generator
 ) -> Float[Tensor, "d d"]:
     """Orthonormal principal axes of a sample of rows, leading one first (any orthonormal basis keeps bounds valid)."""
-    picks = torch.randperm(len(rows), generator=generator)[:8192].to(rows.device)
+    picks = torch.randperm(len(rows), generator=generator)[:BASIS_SAMPLE].to(rows.device)
     sample = (rows[picks].double() - mean).float()
     vectors = torch.linalg.eigh((sample.T @ sample).double()).eigenvectors
     return vectors.flip(1)

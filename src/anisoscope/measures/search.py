@@ -9,7 +9,8 @@ never underflow into ties.
 How it is fast: rows are ordered by the nearest of some landmarks, so that good k-th distances are known from the
 nearest cells before the sweep over all pairs begins; each pair of tiles is multiplied once and serves both sides; a
 tile is scanned by one minimum per row and column, and touched again only where that minimum beats the threshold; the
-number of axes kept is chosen on a sample by counting the pairs that would survive (``plan``).
+number of axes kept is chosen on a sample by counting the pairs that would survive (``plan``). Where the processor
+multiplies small integers faster, ``all_pairs`` may sweep over those instead and have measured here what they leave.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.errors import TooFewRowsError
-from anisoscope.measures.plan import Plan, choose_plan, principal_axes, project, scale_of
+from anisoscope.measures.plan import scale_of
 from anisoscope.rows import mean_row
 from anisoscope.stats.moments import scratch
 
 TILE_ROWS, TILE_COLUMNS = 2048, 1024  # a float32 tile of 8 MB: large enough for BLAS, small enough for cache
-PAIR_BLOCK = 4096  # pairs measured at a time in float64
+PAIR_BLOCK = 1024  # pairs measured at a time: larger differences leave the cache
+ROUND_PAIRS = 65_536  # pairs after which what was found is entered
 ANCHOR_ROWS = 512  # rows searched together in that way
 EXACT_PAIRS = 512  # pairs measured together there: their differences stay in cache
 FEW_ROWS = 8192  # up to here all bounds of a row are looked at together: no order, no cells, no plan
@@ -55,22 +57,6 @@ class Neighbors:
         return Neighbors(self.distances[:, :k], self.indices[:, :k])
 
 
-def sweep_all(rows: Float[Tensor, "n d"], k: int, plan: Plan | None, seed: int) -> Neighbors:
-    """The ``k`` nearest other rows of every row of many, by landmarks, a plan and one sweep over all pairs."""
-    generator = torch.Generator().manual_seed(seed)
-    mean = mean_row(rows)
-    if plan is None:
-        plan, basis = choose_plan(rows, mean, k, generator)
-    else:
-        basis = None if plan.is_full else principal_axes(rows, mean, generator)
-    coordinates = None if basis is None or plan.is_full else project(rows, mean, basis[:, : plan.axes])
-    search = _Search(rows, coordinates, k)
-    search.order_rows(generator)
-    search.first_bounds()
-    search.sweep()
-    return search.result()
-
-
 def neighbors_of(rows: Float[Tensor, "n d"], anchors: Int[Tensor, "m"], k: int) -> Neighbors:
     """The ``k`` nearest other rows of some rows, exact in float64: for few rows, or where not all rows are asked.
 
@@ -80,7 +66,7 @@ def neighbors_of(rows: Float[Tensor, "n d"], anchors: Int[Tensor, "m"], k: int) 
     n = len(rows)
     if n < k + 1:
         raise TooFewRowsError(f"{k} neighbours need at least {k + 1} distinct rows, got {n}")
-    search = _Search(rows, None, k)
+    search = Search(rows, None, k)
     search.in_pairs = n <= SQUARE_ROWS and len(anchors) > n // 2
     for part in anchors.split(ANCHOR_ROWS):
         take, left = min(k + SPARE, n - 1), part
@@ -116,7 +102,7 @@ def distances_within(blocks: Float[Tensor, "g l d"], k: int) -> Float[Tensor, "g
     return torch.cat(found)
 
 
-class _Search:
+class Search:
     """One search under way. Holds the best pairs found so far; every method only ever improves them."""
 
     def __init__(self, rows: Tensor, coordinates: Tensor | None, k: int) -> None:
@@ -196,7 +182,7 @@ class _Search:
         value, position = bound.topk(take, dim=1, largest=False)
         usable = torch.isfinite(value) & (value < self.best[part, -1:])
         i = part[:, None].expand(-1, take)[usable]
-        self._measure(i, columns[position[usable]])
+        self.measure(i, columns[position[usable]])
 
     def search_from(self, part: Tensor, take: int) -> Tensor:
         """Measure the ``take`` most promising rows of each row of ``part``; return the rows this did not settle."""
@@ -293,7 +279,7 @@ class _Search:
             i.append(columns[hot_columns[b]])
             j.append(rows[a])
         if i:
-            self._measure(torch.cat(i), torch.cat(j))
+            self.measure(torch.cat(i), torch.cat(j))
 
     def _limit(self, which: Tensor) -> Tensor:
         """The k-th squared distance, rounded up to float32, so that a comparison in float32 never drops a pair."""
@@ -309,9 +295,9 @@ class _Search:
         tile = torch.addmm(b2[None, :].expand(len(a), -1), a, b.T, alpha=-2)
         return tile.add_(a2[:, None])
 
-    def _measure(self, i: Tensor, j: Tensor) -> None:
+    def measure(self, i: Tensor, j: Tensor) -> None:
         """Measure pairs by differences and keep what improves row ``i``."""
-        for a, b in zip(i.split(16 * PAIR_BLOCK), j.split(16 * PAIR_BLOCK), strict=True):
+        for a, b in zip(i.split(ROUND_PAIRS), j.split(ROUND_PAIRS), strict=True):
             known = (self.index[a] == b[:, None]).any(dim=1)
             a, b = a[~known], b[~known]
             a, b = self._screen(a, b)
@@ -327,7 +313,7 @@ class _Search:
             return i, j
         keep = []
         for a, b in zip(i.split(PAIR_BLOCK), j.split(PAIR_BLOCK), strict=True):
-            difference = self.rows[a].float().sub_(self.rows[b].float()).mul_(self.scale)
+            difference = self.rows.index_select(0, a).float().sub_(self.rows.index_select(0, b)).mul_(self.scale)
             d2 = torch.linalg.vector_norm(difference, dim=1).square_()
             # The elementwise error is half a unit, that of the sum below sqrt(d) units: 1e-4 holds for any width.
             keep.append(d2 * (1 - 1e-4) < self._limit(a))
@@ -335,8 +321,8 @@ class _Search:
         return i[mask], j[mask]
 
     def _exact(self, i: Tensor, j: Tensor) -> Tensor:
-        difference = self.rows[i].double().sub_(self.rows[j].double()).mul_(self.scale)
-        return difference.square_().sum(dim=1)
+        difference = self.rows.index_select(0, i).double().sub_(self.rows.index_select(0, j))
+        return torch.linalg.vector_norm(difference.mul_(self.scale) if self.scale != 1 else difference, dim=1).square_()
 
     def _merge(self, i: Tensor, j: Tensor, d2: Tensor) -> None:
         """Fold measured pairs into the k best of each row: the best k new ones of a row meet its k old ones."""
@@ -358,6 +344,7 @@ class _Search:
         self.index[touched] = both_j.gather(1, position)
 
     def result(self) -> Neighbors:
+        """What was found."""
         return Neighbors(self.best.sqrt() / self.scale, self.index)
 
 

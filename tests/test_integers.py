@@ -1,0 +1,200 @@
+"""Neighbours by way of small integers: products, bounds and the sweep, on processors with and without instructions."""
+
+import numpy as np
+import pytest
+import torch
+from test_oracles import INTEGERS, brute, check_neighbors, copies, massive
+
+from anisoscope.measures import all_pairs, integers, neighbors, plan
+from anisoscope.measures.integers import LARGEST, ROUNDING, Codes, integer_products
+from anisoscope.measures.neighbors import nearest_neighbors
+from anisoscope.measures.plan import Plan, choose_plan
+from anisoscope.measures.search import FEW_ROWS, SQUARE_ROWS, Search
+
+
+def gaussian_rows(n, width, seed, spread=0.0):
+    """Rows with variances that fall as ``rank ** -spread``, about a mean of length 30."""
+    rng = np.random.default_rng(seed)
+    scale = np.arange(1, width + 1) ** (-spread / 2)
+    return torch.from_numpy(rng.standard_normal((n, width)) * scale + 30 / width**0.5).float()
+
+
+ROWS = {
+    "white": lambda seed: gaussian_rows(300, 96, seed),
+    "decaying": lambda seed: gaussian_rows(300, 96, seed, spread=2.0),
+    "width 1": lambda seed: gaussian_rows(40, 1, seed),
+    "odd width": lambda seed: gaussian_rows(150, 37, seed).double(),
+    "massive": lambda seed: massive(seed)[:600],
+    "copies": copies,
+    "half precision": lambda seed: gaussian_rows(200, 64, seed).half(),
+    "all one row": lambda seed: gaussian_rows(1, 48, seed).repeat(50, 1),
+}
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (40, 40, 1), (7, 5, 33), (64, 48, 257), (130, 70, 768)])
+def test_products_are_exact_by_instructions_and_without(shape, seed, monkeypatch):
+    m, n, width = shape
+    rng = np.random.default_rng(seed)
+    a, b = (rng.integers(-LARGEST, LARGEST + 1, (rows, width)) for rows in (m, n))
+    a[0], b[0] = LARGEST, -LARGEST  # the largest sum there is
+    want = a @ b.T
+    given = [torch.from_numpy(one.astype(np.int8)) for one in (a, b)]
+    np.testing.assert_array_equal(integer_products(*given), want)
+    monkeypatch.setattr(integers, "integers_serve", lambda: False)
+    np.testing.assert_array_equal(integer_products(*given), want)
+
+
+def test_wrong_instructions_are_not_trusted(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": True}, raising=False)
+    for wrong in (lambda a, b: integers._by_float64(a, b) + 1, lambda a, b: 1 / 0 if len(b) == 0 else _raise()):
+        integers.integers_serve.cache_clear()
+        monkeypatch.setattr(integers, "_by_instructions", wrong)
+        assert not integers.integers_serve()
+    integers.integers_serve.cache_clear()
+
+
+def _raise():
+    raise RuntimeError("no such instruction")
+
+
+def bounds(codes):
+    """Both bounds of all pairs, slowly."""
+    n = len(codes.values)
+    squared = codes.squared(slice(0, n), slice(0, n)).double()
+    rounding = ROUNDING * (codes.squares.double()[:, None] + codes.squares.double())
+    errors = codes.errors[:, None] + codes.errors
+    return (squared - rounding).clamp_min(0).sqrt() - errors, (squared + rounding).clamp_min(0).sqrt() + errors
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_distances_of_codes_bound_those_of_rows(rows, seed):
+    X = ROWS[rows](seed)
+    codes = Codes.of(X, X.double().mean(dim=0), seed)
+    low, high = bounds(codes)
+    true = torch.cdist(X.double(), X.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    slack = 1e-7 * X.double().norm(dim=1).max()  # of the mean taken off and of the distances here, in float64
+    assert (low <= true + slack * 1e-6).all()
+    assert (high >= true - slack * 1e-6).all()
+
+
+def test_the_bounds_are_close(seed):
+    """A code is a hundredth of its row's length away, also where one dimension or their sum is nearly all of it."""
+    plain = gaussian_rows(400, 256, seed)
+    one, total = plain.clone(), plain + 1000 * plain[:, :1]
+    one[:, 3] *= 1000
+    for X in (plain, one, total):
+        mean = X.double().mean(dim=0)
+        codes = Codes.of(X, mean, seed)
+        share = codes.errors / (X.double() - mean).norm(dim=1)
+        assert float(share.median()) > 0.001 and float(share.max()) < 0.02
+
+
+def test_squares_and_steps_say_what_the_codes_are(seed):
+    X = gaussian_rows(100, 64, seed)
+    codes = Codes.of(X, X.double().mean(dim=0), seed)
+    np.testing.assert_array_equal(codes.values.abs().amax(dim=1), LARGEST)
+    want = codes.values.double().square().sum(dim=1) * codes.steps.double().square()
+    np.testing.assert_allclose(codes.squares, want, rtol=1e-6)
+    order = torch.randperm(100)
+    assert torch.equal(
+        codes.at(order).squared(slice(3, 9), slice(0, 50)),
+        codes.squared(slice(0, 100), slice(0, 100))[order[3:9]][:, order[:50]],
+    )
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Many tiles from few rows, and hardly any room to wait in."""
+    monkeypatch.setattr(all_pairs, "TILE_ROWS", 128)
+    monkeypatch.setattr(all_pairs, "TILE_COLUMNS", 64)
+    monkeypatch.setattr(all_pairs, "WAITING", 200)
+    monkeypatch.setattr(all_pairs, "WAITING_EACH", 0)
+
+
+@pytest.mark.parametrize("serve", [True, False], ids=["as it is", "without instructions"])
+@pytest.mark.parametrize("rows", [64, 65, 127, 300, 701])
+@pytest.mark.parametrize("k", [1, 2, 20])
+def test_small_tiles_of_any_shape(rows, k, serve, one_seed, small_tiles, monkeypatch):
+    if not serve:
+        monkeypatch.setattr(integers, "integers_serve", lambda: False)
+    for make in (lambda: gaussian_rows(rows, 64, one_seed), lambda: massive(one_seed)[:rows]):
+        X = make()
+        check_neighbors(X, nearest_neighbors(X, k, plan=INTEGERS, seed=one_seed), brute(X, k))
+
+
+@pytest.mark.parametrize("largest", [1, 3, 10])
+def test_coarse_codes_only_cost_time(largest, seed, small_tiles, monkeypatch):
+    """With errors as large as distances every one of them must be allowed for."""
+    monkeypatch.setattr(integers, "LARGEST", largest)
+    X = gaussian_rows(500, 48, seed, spread=1.0)
+    check_neighbors(X, nearest_neighbors(X, 3, plan=INTEGERS, seed=seed), brute(X, 3))
+
+
+def test_the_kth_neighbour_lies_within_what_is_said_of_it(seed, small_tiles):
+    X = gaussian_rows(500, 48, seed)
+    search = Search(X, None, 3)
+    sweep = all_pairs.IntegerSweep(search, Codes.of(X, X.double().mean(dim=0), seed))
+    sweep.run()
+    want = brute(X, 3)[sweep._order]
+    assert (sweep._within >= want).all()
+    assert float((sweep._within[:, 0] / want[:, 0]).max()) < 1.1
+
+
+def test_hardly_any_pair_is_measured(seed, monkeypatch):
+    """Otherwise the answer would be right and the integers of no use."""
+    measured = []
+    measure = all_pairs.Search.measure
+    monkeypatch.setattr(all_pairs.Search, "measure", lambda self, i, j: (measured.append(len(i)), measure(self, i, j)))
+    X = gaussian_rows(6000, 64, seed, spread=1.0)
+    nearest_neighbors(X, 2, plan=INTEGERS, seed=seed)
+    assert sum(measured) < 20 * len(X)
+
+
+def test_known_copies_leave_nothing_in_doubt(seed, monkeypatch):
+    """Ten thousand pairs of copies among 200 rows and their copies: once k of a row are known, the others are left."""
+    measured = []
+    measure = all_pairs.Search.measure
+    monkeypatch.setattr(all_pairs.Search, "measure", lambda self, i, j: (measured.append(len(i)), measure(self, i, j)))
+    monkeypatch.setattr(all_pairs, "WAITING", 2000)
+    monkeypatch.setattr(all_pairs, "WAITING_EACH", 0)
+    monkeypatch.setattr(all_pairs, "TILE_ROWS", 256)
+    monkeypatch.setattr(all_pairs, "TILE_COLUMNS", 64)
+    X = gaussian_rows(10, 64, seed).repeat(100, 1)
+    found = nearest_neighbors(X, 2, plan=INTEGERS, seed=seed)
+    assert float(found.distances.max()) == 0.0
+    assert sum(measured) < len(X) * 99 / 2  # of 99 copies each
+
+
+def test_rows_whose_squares_leave_float32_are_swept_in_float32(seed):
+    X = gaussian_rows(900, 64, seed).double() * 1e30
+    check_neighbors(X, nearest_neighbors(X, 3, plan=INTEGERS, seed=seed), brute(X, 3))
+
+
+def chosen(X, k, seed):
+    return choose_plan(X, X.double().mean(dim=0), k, torch.Generator().manual_seed(seed))[0]
+
+
+def test_the_plan(seed, monkeypatch):
+    white, flat = gaussian_rows(5000, 256, seed), gaussian_rows(5000, 3, seed) @ gaussian_rows(3, 256, seed + 1)
+    monkeypatch.setattr(plan, "integers_serve", lambda: True)
+    assert chosen(white, 2, seed).integers
+    assert not chosen(white, 17, seed).integers and not chosen(white * 1e30, 2, seed).integers
+    assert not chosen(flat, 2, seed).integers  # neighbours far closer than codes can tell
+    monkeypatch.setattr(plan, "integers_serve", lambda: False)
+    assert chosen(white, 2, seed) == Plan(axes=256, width=256, survivors=2 / 5000)
+
+
+def test_axes_are_looked_for_where_they_could_pay(monkeypatch):
+    asked = []
+    axes = plan.principal_axes
+    monkeypatch.setattr(plan, "principal_axes", lambda *given: (asked.append(given[0].shape), axes(*given))[1])
+    for n, width in ((4200, 512), (9000, 64)):
+        chosen(gaussian_rows(n, width, 0), 2, 0)
+    assert asked == [(9000, 64)]
+
+
+def test_how_many_rows_are_few(monkeypatch):
+    monkeypatch.setattr(neighbors, "integers_serve", lambda: True)
+    assert neighbors.few_rows(2) == SQUARE_ROWS and neighbors.few_rows(9) == FEW_ROWS
+    monkeypatch.setattr(neighbors, "integers_serve", lambda: False)
+    assert neighbors.few_rows(2) == FEW_ROWS
