@@ -21,7 +21,7 @@ from anisoscope.measures.search import TILE_COLUMNS, TILE_ROWS, Neighbors, Searc
 from anisoscope.rows import mean_row
 
 GROUP = 64  # rows or columns of a tile of which the least is looked at first; a power of two
-WAITING = 2**20  # pairs that wait at most,
+WAITING = 2**18  # pairs that wait at most,
 WAITING_EACH = 4  # or so many for each neighbour asked for
 LOOSE = (8.0, 2.0)  # errors beyond so many times the median's are swept apart: the largest of a tile counts for all
 
@@ -38,7 +38,7 @@ def sweep_all(rows: Float[Tensor, "n d"], k: int, plan: Plan | None, seed: int) 
     search = Search(rows, coordinates, k)
     search.order_rows(generator)
     if plan.integers and search.scale == 1:  # elsewhere squares would leave float32
-        IntegerSweep(search, Codes.of(rows, mean, seed)).run()
+        IntegerSweep(search, Codes.of(rows, mean, seed, search.order)).run()
     else:
         search.first_bounds()
         search.sweep()
@@ -65,19 +65,20 @@ class _Pairs:
 
 
 class IntegerSweep:
-    """One sweep under way, over places in the order of the search, in which the codes lie here.
+    """One sweep under way, over places in the order of the search, in which the codes lie.
 
     ``within`` are the k smallest upper bounds known of the distances of each place to others.
     """
 
     def __init__(self, search: Search, codes: Codes) -> None:
-        error = codes.errors[search.order]
-        typical = error.median()
-        kinds = torch.stack([error <= times * typical for times in LOOSE]).sum(dim=0)
+        typical = codes.errors.median()
+        kinds = torch.stack([codes.errors <= times * typical for times in LOOSE]).sum(dim=0)
         ends = torch.bincount(kinds, minlength=len(LOOSE) + 1).cumsum(0).tolist()
         self._stretches = list(zip([0, *ends], ends, strict=False))
-        self._order = search.order[kinds.argsort(stable=True)]
-        self._search, self._codes = search, codes.at(self._order)
+        self._search, self._order, self._codes = search, search.order, codes
+        if ends[0] or ends[-2]:  # as a rule all are of one kind, and nothing need be copied
+            apart = kinds.argsort(stable=True)
+            self._order, self._codes = search.order[apart], codes.at(apart)
         self._within = torch.full_like(search.best, torch.inf)
         self._waiting: list[_Pairs] = []
         self._count, self._most = 0, max(WAITING, WAITING_EACH * search.best.numel())

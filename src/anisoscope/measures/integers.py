@@ -1,6 +1,6 @@
 """Rows as small integers, whose products nothing rounds: bounds on distances at a quarter of the cost of float32.
 
-A row is taken about the mean, turned by random signs and a cosine transform, which spread over all dimensions what one
+A row is taken about the mean, turned by random signs and a Fourier transform, which spread over all dimensions what one
 of them holds, and rounded to whole steps between -127 and 127, a step being a length of its own for each row. So its
 ``code`` lies within a known distance of it, its error, of some hundredth of its length. By the triangle inequality the
 distance of two rows is that of their codes, up to both errors.
@@ -8,6 +8,7 @@ distance of two rows is that of their codes, up to both errors.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +21,7 @@ from anisoscope.stats.moments import scratch
 
 LARGEST = 127
 MOST_COLUMNS = (2**31 - 1) // LARGEST**2  # up to here no product of two codes leaves int32
-CHUNK_ROWS = 4096
+CHUNK_ROWS = 1024
 SLACK = 1e-9  # of lengths, for the rounding of the transform in float64, which is some 1e-15 of them
 ROUNDING = 2.0**-19  # of the squared lengths of two codes, for that of their squared distance: a dozen units in float32
 
@@ -64,15 +65,17 @@ class Codes:
     errors: Float64[Tensor, "n"]
 
     @classmethod
-    def of(cls, rows: Float[Tensor, "n d"], mean: Float[Tensor, "d"], seed: int) -> Codes:
-        """The codes of these rows about their mean; those of one seed may be compared with each other."""
+    def of(
+        cls, rows: Float[Tensor, "n d"], mean: Float[Tensor, "d"], seed: int, order: Int[Tensor, "n"] | None = None
+    ) -> Codes:
+        """The codes of these rows about their mean, in this order; comparable where seeds are one."""
         generator = torch.Generator().manual_seed(seed)
         signs = torch.randint(0, 2, (rows.shape[1],), generator=generator, dtype=torch.float64) * 2 - 1
         values = torch.empty(rows.shape, dtype=torch.int8)
         steps, squares, errors = (torch.empty(len(rows), dtype=torch.float64) for _ in range(3))
         for at in range(0, len(rows), CHUNK_ROWS):
             part = slice(at, at + CHUNK_ROWS)
-            turned = _turned(rows[part], mean, signs)
+            turned = _turned(rows[part if order is None else order[part]], mean, signs)
             # In float32, as products will be multiplied by it: what that rounds is then part of the error.
             step = (torch.linalg.vector_norm(turned, ord=torch.inf, dim=1) / LARGEST).float().double()
             whole = (turned / torch.where(step > 0, step, 1.0)[:, None]).round_().clamp_(-LARGEST, LARGEST)
@@ -106,8 +109,8 @@ def survivors_in_integers(
 
 
 def _turned(rows: Tensor, mean: Tensor, signs: Tensor) -> Float64[Tensor, "n d"]:
-    from scipy import fft
-
-    centred = (rows.double() - mean).mul_(signs)
-    found = fft.dct(centred.numpy(), norm="ortho", axis=1, workers=torch.get_num_threads(), overwrite_x=True)
-    return torch.from_numpy(found)
+    """Rows about the mean in an orthonormal basis of waves: each dimension, with its sign, is in all of them alike."""
+    width = rows.shape[1]
+    waves = torch.view_as_real(torch.fft.rfft((rows.double() - mean).mul_(signs), norm="ortho")).flatten(1)
+    waves[:, 2 : width if width % 2 == 0 else None] *= math.sqrt(2)  # those that stand for two of a complex transform
+    return torch.cat([waves[:, :1], waves[:, 2 : width + 1]], dim=1)
