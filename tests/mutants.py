@@ -622,6 +622,7 @@ MUTANTS = [
     Mutant(ALL, ".masked_fill_(known == 0, -torch.inf)", "", (INTEGERS,)),
     Mutant(ALL, "self._settle(self._most // 2 if near else 0)", "self._settle(self._most // 2)", (INTEGERS,)),
     Mutant(ALL, "plan.integers and search.scale == 1", "plan.integers", (INTEGERS,)),
+    Mutant(CODED, "TINY = 1e-36", "TINY = 0.0", (INTEGERS,)),
 ]
 
 

@@ -9,7 +9,7 @@ from anisoscope.measures import all_pairs, integers, neighbors, plan
 from anisoscope.measures.integers import LARGEST, ROUNDING, Codes, integer_products
 from anisoscope.measures.neighbors import nearest_neighbors
 from anisoscope.measures.plan import Plan, choose_plan
-from anisoscope.measures.search import FEW_ROWS, SQUARE_ROWS, Search
+from anisoscope.measures.search import FEW_ROWS, Search
 
 
 def gaussian_rows(n, width, seed, spread=0.0):
@@ -170,6 +170,14 @@ def test_rows_whose_squares_leave_float32_are_swept_in_float32(seed):
     check_neighbors(X, nearest_neighbors(X, 3, plan=INTEGERS, seed=seed), brute(X, 3))
 
 
+@pytest.mark.parametrize("size", [1e-19, 1e-21, 1e-22, 3e-23, 2e-23, 1e-23, 1e-30])
+def test_rows_so_close_that_squares_lose_their_digits(size, seed, small_tiles):
+    """One column is far from zero, so that nothing is scaled; squares of the others are below float32's range."""
+    X = gaussian_rows(400, 9, seed) * size
+    X[:, 0] = 1.0
+    check_neighbors(X, nearest_neighbors(X, 3, plan=INTEGERS, seed=seed), brute(X, 3))
+
+
 def chosen(X, k, seed):
     return choose_plan(X, X.double().mean(dim=0), k, torch.Generator().manual_seed(seed))[0]
 
@@ -195,6 +203,6 @@ def test_axes_are_looked_for_where_they_could_pay(monkeypatch):
 
 def test_how_many_rows_are_few(monkeypatch):
     monkeypatch.setattr(neighbors, "integers_serve", lambda: True)
-    assert neighbors.few_rows(2) == SQUARE_ROWS and neighbors.few_rows(9) == FEW_ROWS
+    assert neighbors.few_rows(2) == neighbors.SWEPT_ROWS < FEW_ROWS == neighbors.few_rows(3)
     monkeypatch.setattr(neighbors, "integers_serve", lambda: False)
     assert neighbors.few_rows(2) == FEW_ROWS

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int
 from torch import Tensor
 
-from anisoscope.measures.integers import ROUNDING, Codes
+from anisoscope.measures.integers import MOST_COLUMNS, ROUNDING, TINY, Codes
 from anisoscope.measures.plan import Plan, choose_plan, principal_axes, project
 from anisoscope.measures.search import TILE_COLUMNS, TILE_ROWS, Neighbors, Search
 from anisoscope.rows import mean_row
@@ -23,7 +23,8 @@ from anisoscope.rows import mean_row
 GROUP = 64  # rows or columns of a tile of which the least is looked at first; a power of two
 WAITING = 2**18  # pairs that wait at most,
 WAITING_EACH = 4  # or so many for each neighbour asked for
-LOOSE = (8.0, 2.0)  # errors beyond so many times the median's are swept apart: the largest of a tile counts for all
+OCTAVES = tuple(2.0**power for power in range(12, -6, -1))
+"""Errors between two of these times the median's are swept apart: in a tile the largest counts for all."""
 
 
 def sweep_all(rows: Float[Tensor, "n d"], k: int, plan: Plan | None, seed: int) -> Neighbors:
@@ -37,7 +38,8 @@ def sweep_all(rows: Float[Tensor, "n d"], k: int, plan: Plan | None, seed: int) 
     coordinates = None if basis is None or plan.is_full else project(rows, mean, basis[:, : plan.axes])
     search = Search(rows, coordinates, k)
     search.order_rows(generator)
-    if plan.integers and search.scale == 1:  # elsewhere squares would leave float32
+    # At other scales squares would be too large for float32, in more columns products for int32.
+    if plan.integers and search.scale == 1 and rows.shape[1] <= MOST_COLUMNS:
         IntegerSweep(search, Codes.of(rows, mean, seed, search.order)).run()
     else:
         search.first_bounds()
@@ -72,11 +74,11 @@ class IntegerSweep:
 
     def __init__(self, search: Search, codes: Codes) -> None:
         typical = codes.errors.median()
-        kinds = torch.stack([codes.errors <= times * typical for times in LOOSE]).sum(dim=0)
-        ends = torch.bincount(kinds, minlength=len(LOOSE) + 1).cumsum(0).tolist()
+        kinds = torch.stack([codes.errors <= times * typical for times in OCTAVES]).sum(dim=0)
+        ends = torch.bincount(kinds, minlength=len(OCTAVES) + 1).cumsum(0).tolist()
         self._stretches = list(zip([0, *ends], ends, strict=False))
         self._search, self._order, self._codes = search, search.order, codes
-        if ends[0] or ends[-2]:  # as a rule all are of one kind, and nothing need be copied
+        if len(kinds.unique()) > 1:
             apart = kinds.argsort(stable=True)
             self._order, self._codes = search.order[apart], codes.at(apart)
         self._within = torch.full_like(search.best, torch.inf)
@@ -115,7 +117,7 @@ class IntegerSweep:
         """What the rows ``own`` may find among others, whose squared distances lie in groups with a ``least`` each."""
         codes, size = self._codes, own.stop - own.start
         errors = codes.errors[own] + codes.errors[others].max()
-        rounding = (codes.squares[own] + codes.squares[others].max()) * ROUNDING
+        rounding = (codes.squares[own] + codes.squares[others].max()) * ROUNDING + TINY
         least = least[:size]
         hot = (least.amin(dim=1) <= _reach(self._limit(own), errors, rounding)).nonzero().reshape(-1)
         if not len(hot):
@@ -157,7 +159,8 @@ class IntegerSweep:
     def _between(self, pairs: _Pairs, sign: int) -> Float64[Tensor, "m"]:
         """The most (``sign`` 1) or least (-1) that the rows of a pair may lie apart."""
         errors, squares, i, j = self._codes.errors, self._codes.squares.double(), pairs.i, pairs.j
-        codes = (pairs.squared.double() + sign * ROUNDING * (squares[i] + squares[j])).clamp_min_(0).sqrt_()
+        rounding = ROUNDING * (squares[i] + squares[j]) + TINY
+        codes = (pairs.squared.double() + sign * rounding).clamp_min_(0).sqrt_()
         return codes + sign * (errors[i] + errors[j])
 
     def _measure(self, pairs: _Pairs) -> None:

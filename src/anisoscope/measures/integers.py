@@ -24,6 +24,7 @@ MOST_COLUMNS = (2**31 - 1) // LARGEST**2  # up to here no product of two codes l
 CHUNK_ROWS = 1024
 SLACK = 1e-9  # of lengths, for the rounding of the transform in float64, which is some 1e-15 of them
 ROUNDING = 2.0**-19  # of the squared lengths of two codes, for that of their squared distance: a dozen units in float32
+TINY = 1e-36  # and this much more: squares below it are rounded to few digits, or to none
 
 
 @cache
@@ -41,7 +42,7 @@ def integers_serve() -> bool:
 
 def integer_products(a: Int8[Tensor, "m d"], b: Int8[Tensor, "n d"]) -> Int32[Tensor, "m n"]:
     """``a b^T``, exact."""
-    # Of one column torch 2.13 gives wrong products: it takes the columns' memory for the rows'.
+    # Of one column torch 2.13 gives whatever lay in memory.
     return _by_instructions(a, b) if a.shape[1] > 1 and integers_serve() else _by_float64(a, b)
 
 
@@ -90,7 +91,7 @@ class Codes:
         return Codes(self.values[order], self.steps[order], self.squares[order], self.errors[order])
 
     def squared(self, rows: slice, columns: slice) -> Float32[Tensor, "m c"]:
-        """Squared distances of codes, good to ``ROUNDING`` of the sum of their squares."""
+        """Squared distances of codes, good to ``ROUNDING`` of the sum of their squares and ``TINY``."""
         products = integer_products(self.values[rows], self.values[columns])
         tile = scratch(tuple(products.shape), self.steps).copy_(products)
         tile.mul_(self.steps[columns].mul(-2)).mul_(self.steps[rows][:, None])

@@ -14,16 +14,17 @@ from anisoscope.measures.all_pairs import sweep_all
 from anisoscope.measures.integers import integers_serve
 from anisoscope.measures.neighbors_gpu import nearest_by_tiles
 from anisoscope.measures.plan import Plan
-from anisoscope.measures.search import FEW_ROWS, SQUARE_ROWS, Neighbors, neighbors_of
+from anisoscope.measures.search import FEW_ROWS, Neighbors, neighbors_of
 
-FEW_NEIGHBORS = 8
+SWEPT_ROWS, SWEPT_NEIGHBORS = 6144, 2  # from so many rows on, for so many neighbours, a sweep in integers pays
 
 
 def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None = None, seed: int = 0) -> Neighbors:
     """The ``k`` nearest other rows of every row, exact in float64, ties in any order.
 
     ``seed`` drives the choice of landmarks and of the sample for planning, which change the time taken and not the
-    result. Memory beyond the rows themselves: a few tiles, and the kept axes in float32.
+    result. Memory beyond the rows themselves: a few tiles, and the kept axes in float32, or a byte for each entry and
+    some hundred for each neighbour asked for.
     """
     n = len(rows)
     if k < 1:
@@ -39,7 +40,7 @@ def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None =
 
 def few_rows(k: int) -> int:
     """Up to how many rows all bounds of a row are looked at together: fewer where a sweep in integers is cheaper."""
-    return SQUARE_ROWS if k <= FEW_NEIGHBORS and integers_serve() else FEW_ROWS
+    return SWEPT_ROWS if k <= SWEPT_NEIGHBORS and integers_serve() else FEW_ROWS
 
 
 def by_tiles(device: torch.device) -> bool:
