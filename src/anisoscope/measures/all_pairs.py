@@ -9,6 +9,7 @@ sweep goes on, and of most pairs that wait nothing needs to be measured in the e
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -83,26 +84,29 @@ class IntegerSweep:
             self._order, self._codes = search.order[apart], codes.at(apart)
         self._within = torch.full_like(search.best, torch.inf)
         self._waiting: list[_Pairs] = []
+        self._cores = torch.get_num_threads()
         self._count, self._most = 0, max(WAITING, WAITING_EACH * search.best.numel())
 
     def run(self) -> None:
         """Visit every pair of tiles once, those on the diagonal first: rows in the order lie beside rows nearby."""
         tiles, parts = list(self._cut(TILE_ROWS)), list(self._cut(TILE_COLUMNS))
         pairs = [(rows, columns) for rows in tiles for columns in parts if columns.stop > rows.start]
-        for near in (True, False):
-            for rows, columns in pairs:
-                if (columns.start < rows.stop) == near:
-                    self._visit(rows, columns, near)
-                    if self._count > self._most:
-                        self._settle(self._most // 2)
-            self._settle(self._most // 2 if near else 0)
+        with _threads(1):
+            for near in (True, False):
+                for rows, columns in pairs:
+                    if (columns.start < rows.stop) == near:
+                        self._visit(rows, columns, near)
+                        if self._count > self._most:
+                            self._settle(self._most // 2)
+                self._settle(self._most // 2 if near else 0)
 
     def _cut(self, size: int) -> Iterator[slice]:
         for begin, end in self._stretches:
             yield from (slice(at, min(at + size, end)) for at in range(begin, end, size))
 
     def _visit(self, rows: slice, columns: slice, overlap: bool) -> None:
-        tile = self._codes.squared(rows, columns)
+        with _threads(self._cores):
+            tile = self._codes.squared(rows, columns)
         if overlap:  # each pair once: only columns after the row
             later, own = torch.arange(columns.start, columns.stop), torch.arange(rows.start, rows.stop)
             tile.masked_fill_(later[None, :] <= own[:, None], torch.inf)
@@ -164,7 +168,20 @@ class IntegerSweep:
         return codes + sign * (errors[i] + errors[j])
 
     def _measure(self, pairs: _Pairs) -> None:
-        self._search.measure(self._order[pairs.i], self._order[pairs.j])
+        with _threads(self._cores):
+            self._search.measure(self._order[pairs.i], self._order[pairs.j])
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many threads for what torch does. A second one saves little of many small operations, and where other work is
+    on its core each of them waits for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _least(tile: Float32[Tensor, "m c"], dim: int) -> Tensor:
