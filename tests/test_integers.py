@@ -46,14 +46,20 @@ def test_products_are_exact_by_instructions_and_without(shape, seed, monkeypatch
 
 def test_wrong_instructions_are_not_trusted(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": True}, raising=False)
-    for wrong in (lambda a, b: integers._by_float64(a, b) + 1, lambda a, b: 1 / 0 if len(b) == 0 else _raise()):
-        integers.integers_serve.cache_clear()
-        monkeypatch.setattr(integers, "_by_instructions", wrong)
-        assert not integers.integers_serve()
-    integers.integers_serve.cache_clear()
+    asked = integers.integers_serve.__wrapped__  # not the answer that is kept
+    for right, product in ((True, integers._by_float64), (False, one_more), (False, missing)):
+        monkeypatch.setattr(integers, "_by_instructions", product)
+        assert asked() == right
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    monkeypatch.setattr(integers, "_by_instructions", integers._by_float64)
+    assert not asked()
 
 
-def _raise():
+def one_more(a, b):
+    return integers._by_float64(a, b) + 1
+
+
+def missing(a, b):
     raise RuntimeError("no such instruction")
 
 
@@ -72,9 +78,9 @@ def test_distances_of_codes_bound_those_of_rows(rows, seed):
     codes = Codes.of(X, X.double().mean(dim=0), seed)
     low, high = bounds(codes)
     true = torch.cdist(X.double(), X.double(), compute_mode="donot_use_mm_for_euclid_dist")
-    slack = 1e-7 * X.double().norm(dim=1).max()  # of the mean taken off and of the distances here, in float64
-    assert (low <= true + slack * 1e-6).all()
-    assert (high >= true - slack * 1e-6).all()
+    slack = 1e-13 * X.double().norm(dim=1).max()  # of the mean taken off and of the distances here, in float64
+    assert (low <= true + slack).all()
+    assert (high >= true - slack).all()
 
 
 def test_the_bounds_are_close(seed):
@@ -140,21 +146,53 @@ def test_the_kth_neighbour_lies_within_what_is_said_of_it(seed, small_tiles):
     assert float((sweep._within[:, 0] / want[:, 0]).max()) < 1.1
 
 
-def test_hardly_any_pair_is_measured(seed, monkeypatch):
+@pytest.fixture
+def measured(monkeypatch):
+    """How many pairs each call measured."""
+    counts, measure = [], Search.measure
+    monkeypatch.setattr(Search, "measure", lambda self, i, j: (counts.append(len(i)), measure(self, i, j)))
+    return counts
+
+
+def test_hardly_any_pair_is_measured(seed, measured):
     """Otherwise the answer would be right and the integers of no use."""
-    measured = []
-    measure = all_pairs.Search.measure
-    monkeypatch.setattr(all_pairs.Search, "measure", lambda self, i, j: (measured.append(len(i)), measure(self, i, j)))
     X = gaussian_rows(6000, 64, seed, spread=1.0)
     nearest_neighbors(X, 2, plan=INTEGERS, seed=seed)
     assert sum(measured) < 20 * len(X)
 
 
-def test_known_copies_leave_nothing_in_doubt(seed, monkeypatch):
-    """Ten thousand pairs of copies among 200 rows and their copies: once k of a row are known, the others are left."""
-    measured = []
-    measure = all_pairs.Search.measure
-    monkeypatch.setattr(all_pairs.Search, "measure", lambda self, i, j: (measured.append(len(i)), measure(self, i, j)))
+def test_nor_where_lengths_differ_by_far(seed, measured):
+    """The largest error of a tile counts for all of it: long rows must not share one with short ones."""
+    X = gaussian_rows(4000, 64, seed) - 30 / 8
+    X *= torch.randn(4000, 1, generator=torch.Generator().manual_seed(seed)).mul(1.5).exp()
+    nearest_neighbors(X, 2, plan=INTEGERS, seed=seed)
+    assert sum(measured) < 20 * len(X)
+
+
+def test_threads_are_as_before_whatever_happens(monkeypatch):
+    X = gaussian_rows(300, 64, 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        nearest_neighbors(X, 2, plan=INTEGERS)
+        assert torch.get_num_threads() == 2
+        monkeypatch.setattr(integers, "integer_products", missing)
+        with pytest.raises(RuntimeError, match="no such instruction"):
+            nearest_neighbors(X, 2, plan=INTEGERS)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_products_too_large_for_int32_are_not_asked_for(seed, monkeypatch):
+    monkeypatch.setattr(all_pairs, "MOST_COLUMNS", 63)
+    monkeypatch.setattr(integers, "integer_products", missing)
+    X = gaussian_rows(300, 64, seed)
+    check_neighbors(X, nearest_neighbors(X, 2, plan=INTEGERS, seed=seed), brute(X, 2))
+
+
+def test_known_copies_leave_nothing_in_doubt(seed, measured, monkeypatch):
+    """Ten rows, a hundred times each: once two copies of a row are known, the other 97 are left."""
     monkeypatch.setattr(all_pairs, "WAITING", 2000)
     monkeypatch.setattr(all_pairs, "WAITING_EACH", 0)
     monkeypatch.setattr(all_pairs, "TILE_ROWS", 256)

@@ -121,14 +121,10 @@ def run_one(writer: RunWriter, experiment: Experiment, seed: int) -> Outcome | E
 @contextmanager
 def one_thread() -> Iterator[None]:
     """One thread for torch: many small steps gain nothing from more, and sums then do not depend on their number."""
-    import torch
+    from anisoscope.stats.precision import threads
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def truth_of(check: Check) -> dict[str, Any]:

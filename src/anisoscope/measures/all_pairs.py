@@ -9,7 +9,6 @@ sweep goes on, and of most pairs that wait nothing needs to be measured in the e
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ from anisoscope.measures.integers import MOST_COLUMNS, ROUNDING, TINY, Codes
 from anisoscope.measures.plan import Plan, choose_plan, principal_axes, project
 from anisoscope.measures.search import TILE_COLUMNS, TILE_ROWS, Neighbors, Search
 from anisoscope.rows import mean_row
+from anisoscope.stats.precision import threads
 
 GROUP = 64  # rows or columns of a tile of which the least is looked at first; a power of two
 WAITING = 2**18  # pairs that wait at most,
@@ -91,7 +91,8 @@ class IntegerSweep:
         """Visit every pair of tiles once, those on the diagonal first: rows in the order lie beside rows nearby."""
         tiles, parts = list(self._cut(TILE_ROWS)), list(self._cut(TILE_COLUMNS))
         pairs = [(rows, columns) for rows in tiles for columns in parts if columns.stop > rows.start]
-        with _threads(1):
+        # A second thread saves little of many small operations, and each waits for it where its core has other work.
+        with threads(1):
             for near in (True, False):
                 for rows, columns in pairs:
                     if (columns.start < rows.stop) == near:
@@ -105,7 +106,7 @@ class IntegerSweep:
             yield from (slice(at, min(at + size, end)) for at in range(begin, end, size))
 
     def _visit(self, rows: slice, columns: slice, overlap: bool) -> None:
-        with _threads(self._cores):
+        with threads(self._cores):
             tile = self._codes.squared(rows, columns)
         if overlap:  # each pair once: only columns after the row
             later, own = torch.arange(columns.start, columns.stop), torch.arange(rows.start, rows.stop)
@@ -144,18 +145,17 @@ class IntegerSweep:
         return torch.minimum(known, self._within[places, -1]).masked_fill_(known == 0, -torch.inf)
 
     def _settle(self, spare: int) -> None:
-        """Drop pairs that limits leave out which have fallen since. Of the others measure those that may well be
-        nearest, and all, if more than ``spare`` are left under the limits which that gave."""
+        """Drop pairs that limits leave out which have fallen since. Of the others measure those that are surely within
+        what is known of k others, and all, if more than ``spare`` are left under the limits which that gave."""
         if not self._waiting:
             return
         left = self._possible(_Pairs.joined(self._waiting))
         likely = self._between(left, 1) <= self._within[left.i, -1]
         self._measure(left.where(likely))
         left = self._possible(left.where(~likely))
-        if len(left) > spare:
+        self._waiting, self._count = ([left], len(left)) if len(left) <= spare else ([], 0)
+        if not self._waiting:
             self._measure(left)
-            left = left.where(torch.zeros(len(left), dtype=torch.bool))
-        self._waiting, self._count = [left], len(left)
 
     def _possible(self, pairs: _Pairs) -> _Pairs:
         return pairs.where(self._between(pairs, -1) <= self._limit(pairs.i))
@@ -168,20 +168,8 @@ class IntegerSweep:
         return codes + sign * (errors[i] + errors[j])
 
     def _measure(self, pairs: _Pairs) -> None:
-        with _threads(self._cores):
+        with threads(self._cores):
             self._search.measure(self._order[pairs.i], self._order[pairs.j])
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """So many threads for what torch does. A second one saves little of many small operations, and where other work is
-    on its core each of them waits for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _least(tile: Float32[Tensor, "m c"], dim: int) -> Tensor:

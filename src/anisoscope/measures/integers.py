@@ -36,7 +36,7 @@ def integers_serve() -> bool:
     a = torch.arange(-LARGEST, LARGEST + 1).to(torch.int8).repeat(33, 3)
     try:
         return torch.equal(_by_instructions(a, a), _by_float64(a, a))
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # a build of torch without them
         return False
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.measures.leading import Leading, begin_leading, can_lead
+from anisoscope.stats.precision import threads
 
 T = TypeVar("T")
 
@@ -31,15 +32,8 @@ _GPU = ThreadPoolExecutor(1, thread_name_prefix="anisoscope-eigh-gpu")
 @contextlib.contextmanager
 def one_thread_each(device: torch.device) -> Iterator[None]:
     """Inside, a decomposition on the host keeps to its own thread, so that many of them do not fight over cores."""
-    before = torch.get_num_threads()
-    if device.type != "cuda" or before == 1:
+    with threads(1 if device.type == "cuda" else torch.get_num_threads()):
         yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def no_room(error: Exception) -> bool:

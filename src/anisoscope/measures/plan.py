@@ -17,7 +17,7 @@ MIN_ROWS_TO_PLAN = 4096  # below this one sweep costs less than choosing how to 
 SAMPLED_ROWS, SAMPLED_COLUMNS = 128, 4096  # what ``choose_plan`` looks at
 FEWEST_AXES = 8
 BASIS_SAMPLE = 8192  # rows that principal axes are taken from
-# Costs of a pair in units of one multiply-add in float32, by the clock of two cores of a Zen 4 on 32,768 rows.
+# Costs of a pair in units of one multiply-add in float32, roughly, from two cores of a Zen 4.
 SCAN, INTEGER_SCAN = 24.0, 48.0
 INTEGER = 0.23  # a multiply-add of small integers
 MOST_IN_INTEGERS = 16  # neighbours; of 32 so many pairs are measured that nothing is gained

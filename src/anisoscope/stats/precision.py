@@ -1,4 +1,4 @@
-"""How products of float32 are formed on a GPU: plainly, or on tensor cores from two parts that these hold exactly."""
+"""How torch computes inside a block: in which precision, on how many threads; and products in parts on tensor cores."""
 
 from __future__ import annotations
 
@@ -35,6 +35,20 @@ def full_precision(device: torch.device) -> Iterator[None]:
         if plain is not None:
             torch.set_float32_matmul_precision(plain)
         own.fp32_precision, other.fp32_precision = before
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads for what torch does on a CPU inside; afterwards as many as before."""
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def unrecorded(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anisoscope.stats.precision import as_here
+from anisoscope.stats.precision import as_here, threads
 from anisoscope.tangent.descent import (
     Scratch,
     against,
@@ -397,12 +397,9 @@ def _side_by_side(a_ND: Tensor, rank: int) -> Iterator[tuple[Parts, Each]]:
         yield rows, lambda act: [act(at) for at in range(len(rows))]
         return
     # Products of a few codes with many rows gain little from a second core; two of them at once gain all of it.
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         if len(rows) == 1:
             yield rows, lambda act: [act(at) for at in range(len(rows))]
             return
         with ThreadPoolExecutor(min(cores, len(rows)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield rows, lambda act: list(pool.map(as_here(act), range(len(rows))))
-    finally:
-        torch.set_num_threads(cores)

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from anisoscope.stats.precision import threads
 from anisoscope.tangent.sweeps import has_kernels, rounds
 
 CACHE_CODES = 524_288  # codes swept at a time on a CPU, so that they stay in its cache
@@ -266,12 +267,9 @@ def best_concepts(
     codes: Float[Tensor, "k n"], a_ND: Float[Tensor, "n d"], before: Float[Tensor, "k d"]
 ) -> Float[Tensor, "k d"]:
     """The concepts that fit these codes best; the same bits for any number of cores, since a descent begins here."""
-    second, pull, cores = second_moment(codes), pulled(codes, a_ND).double(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    second, pull = second_moment(codes), pulled(codes, a_ND).double()
+    with threads(1):
         return least_squares(second, pull, before, a_ND.dtype)
-    finally:
-        torch.set_num_threads(cores)
 
 
 def least_squares(
