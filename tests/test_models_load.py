@@ -377,3 +377,32 @@ def test_gguf_gives_back_the_model(tmp_path, capfd):
         assert torch.equal(loaded.model(token_ids()).logits, model(token_ids()).logits)
     assert loaded.tokenizer("ABC", add_special_tokens=False).input_ids == [3, 6]
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_gguf_file_is_read_once(tmp_path, monkeypatch, capfd):
+    gguf = pytest.importorskip("gguf")
+    read, named = [], []
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, *args, **kwargs):
+            read.append(args)
+            super().__init__(*args, **kwargs)
+
+    names = gguf.get_tensor_name_map
+    counted = lambda *asked: named.append(asked) or names(*asked)  # noqa: E731
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    monkeypatch.setattr(gguf, "get_tensor_name_map", counted)
+    write_gguf(tmp_path / "m.gguf", build("llama"))
+    first = load_model(tmp_path)
+    assert (len(read), len(named)) == (1, 1)
+    # Another model under the same name is another model: nothing is remembered.
+    other = build("llama")
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2)
+    write_gguf(tmp_path / "m.gguf", other)
+    second = load_model(tmp_path)
+    assert torch.equal(second.model.lm_head.weight, 2 * first.model.lm_head.weight)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError):
+        load_model(tmp_path)
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (Counted, counted)
