@@ -1,15 +1,19 @@
 """Neighbours by way of small integers: products, bounds and the sweep, on processors with and without instructions."""
 
+import threading
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 from test_oracles import INTEGERS, brute, check_neighbors, copies, massive
 
 from anisoscope.measures import all_pairs, integers, neighbors, plan
-from anisoscope.measures.integers import LARGEST, ROUNDING, Codes, integer_products
+from anisoscope.measures.integers import LARGEST, ROUNDING, Codes, Room, integer_products
 from anisoscope.measures.neighbors import nearest_neighbors
 from anisoscope.measures.plan import Plan, choose_plan
 from anisoscope.measures.search import FEW_ROWS, Search
+from anisoscope.stats.precision import crew
 
 
 def gaussian_rows(n, width, seed, spread=0.0):
@@ -39,9 +43,11 @@ def test_products_are_exact_by_instructions_and_without(shape, seed, monkeypatch
     a[0], b[0] = LARGEST, -LARGEST  # the largest sum there is
     want = a @ b.T
     given = [torch.from_numpy(one.astype(np.int8)) for one in (a, b)]
-    np.testing.assert_array_equal(integer_products(*given), want)
+    room = torch.full((m, n), 7, dtype=torch.int32)
+    assert integer_products(*given, room) is room
+    np.testing.assert_array_equal(room, want)
     monkeypatch.setattr(integers, "integers_serve", lambda: False)
-    np.testing.assert_array_equal(integer_products(*given), want)
+    np.testing.assert_array_equal(integer_products(*given, room.fill_(7)), want)
 
 
 def test_wrong_instructions_are_not_trusted(monkeypatch):
@@ -55,18 +61,18 @@ def test_wrong_instructions_are_not_trusted(monkeypatch):
     assert not asked()
 
 
-def one_more(a, b):
-    return integers._by_float64(a, b) + 1
+def one_more(a, b, out):
+    return integers._by_float64(a, b, out) + 1
 
 
-def missing(a, b):
+def missing(a, b, out):
     raise RuntimeError("no such instruction")
 
 
 def bounds(codes):
     """Both bounds of all pairs, slowly."""
     n = len(codes.values)
-    squared = codes.squared(slice(0, n), slice(0, n)).double()
+    squared = codes.squared(slice(0, n), slice(0, n), Room.of(n * n)).double()
     rounding = ROUNDING * (codes.squares.double()[:, None] + codes.squares.double())
     errors = codes.errors[:, None] + codes.errors
     return (squared - rounding).clamp_min(0).sqrt() - errors, (squared + rounding).clamp_min(0).sqrt() + errors
@@ -103,8 +109,8 @@ def test_squares_and_steps_say_what_the_codes_are(seed):
     np.testing.assert_allclose(codes.squares, want, rtol=1e-6)
     order = torch.randperm(100)
     assert torch.equal(
-        codes.at(order).squared(slice(3, 9), slice(0, 50)),
-        codes.squared(slice(0, 100), slice(0, 100))[order[3:9]][:, order[:50]],
+        codes.at(order).squared(slice(3, 9), slice(0, 50), Room.of(500)),
+        codes.squared(slice(0, 100), slice(0, 100), Room.of(10_000))[order[3:9]][:, order[:50]],
     )
 
 
@@ -141,16 +147,18 @@ def test_the_kth_neighbour_lies_within_what_is_said_of_it(seed, small_tiles):
     search = Search(X, None, 3)
     sweep = all_pairs.IntegerSweep(search, Codes.of(X, X.double().mean(dim=0), seed))
     sweep.run()
-    want = brute(X, 3)[sweep._order]
-    assert (sweep._within >= want).all()
-    assert float((sweep._within[:, 0] / want[:, 0]).max()) < 1.1
+    want = brute(X, 3)[sweep.order]
+    assert (sweep.within >= want).all()
+    assert float((sweep.within[:, 0] / want[:, 0]).max()) < 1.1
 
 
 @pytest.fixture
 def measured(monkeypatch):
     """How many pairs each call measured."""
     counts, measure = [], Search.measure
-    monkeypatch.setattr(Search, "measure", lambda self, i, j: (counts.append(len(i)), measure(self, i, j)))
+    monkeypatch.setattr(
+        Search, "measure", lambda self, i, j, **how: (counts.append(len(i)), measure(self, i, j, **how))
+    )
     return counts
 
 
@@ -161,6 +169,22 @@ def test_hardly_any_pair_is_measured(seed, measured):
     assert sum(measured) < 20 * len(X)
 
 
+def test_of_doubtful_pairs_most_are_dropped_in_float32(seed, monkeypatch):
+    counts, apart, measure = Counter(), Search._apart, Search.measure
+
+    def counted(self, i, j, dtype):
+        counts[dtype] += len(i)
+        return apart(self, i, j, dtype)
+
+    def only_doubtful(self, i, j, *, doubtful):
+        monkeypatch.setattr(Search, "_apart", counted if doubtful else apart)
+        measure(self, i, j, doubtful=doubtful)
+
+    monkeypatch.setattr(Search, "measure", only_doubtful)
+    nearest_neighbors(gaussian_rows(4000, 256, seed), 2, plan=INTEGERS, seed=seed)
+    assert counts[torch.float64] < counts[torch.float32] / 2
+
+
 def test_nor_where_lengths_differ_by_far(seed, measured):
     """The largest error of a tile counts for all of it: long rows must not share one with short ones."""
     X = gaussian_rows(4000, 64, seed) - 30 / 8
@@ -169,19 +193,80 @@ def test_nor_where_lengths_differ_by_far(seed, measured):
     assert sum(measured) < 20 * len(X)
 
 
-def test_threads_are_as_before_whatever_happens(monkeypatch):
-    X = gaussian_rows(300, 64, 0)
+@pytest.fixture
+def two_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_are_as_before_whatever_happens(two_threads, monkeypatch):
+    X = gaussian_rows(300, 64, 0)
+    nearest_neighbors(X, 2, plan=INTEGERS)
+    assert torch.get_num_threads() == 2
+    monkeypatch.setattr(integers, "integer_products", missing)
+    with pytest.raises(RuntimeError, match="no such instruction"):
         nearest_neighbors(X, 2, plan=INTEGERS)
-        assert torch.get_num_threads() == 2
-        monkeypatch.setattr(integers, "integer_products", missing)
-        with pytest.raises(RuntimeError, match="no such instruction"):
-            nearest_neighbors(X, 2, plan=INTEGERS)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    assert torch.get_num_threads() == 2
+
+
+def test_each_of_a_crew_has_one_core(two_threads, monkeypatch):
+    told, tell = [], torch.set_num_threads
+    monkeypatch.setattr(
+        torch, "set_num_threads", lambda count: (told.append((threading.get_ident(), count)), tell(count))
+    )
+    both = threading.Barrier(2)
+    with crew(2) as each:
+        assert each(lambda number: (both.wait(30), torch.get_num_threads(), number)[1:], [5, 6]) == [(1, 5), (1, 6)]
+    here = threading.get_ident()
+    assert len({who for who, count in told if who != here and count == 1}) == 2
+    assert [count for who, count in told if who == here] == [1, 2]
+
+
+@pytest.mark.parametrize("rows", ["white", "massive", "copies", "half precision"])
+def test_several_cores_find_what_one_finds(rows, seed, small_tiles, two_threads):
+    X = ROWS[rows](seed)
+    found = nearest_neighbors(X, 3, plan=INTEGERS, seed=seed)
+    check_neighbors(X, found, brute(X, 3))
+    torch.set_num_threads(1)
+    assert torch.equal(found.distances, nearest_neighbors(X, 3, plan=INTEGERS, seed=seed).distances)
+
+
+def test_one_core_at_a_time_enters_what_it_found():
+    """Two that read, improve and write at once would lose what one of them found."""
+    X = gaussian_rows(100, 8, 0)
+    search = Search(X, None, 2)
+    sweep = all_pairs.IntegerSweep(search, Codes.of(X, X.double().mean(dim=0), 0))
+    one, two = torch.tensor([3]), torch.tensor([5])
+    for lock, enter in (
+        (sweep._entering, lambda: sweep.enter(one, torch.ones(1, 4, dtype=torch.float64))),
+        (search._merging, lambda: search.measure(one, two, doubtful=False)),
+    ):
+        waits = threading.Thread(target=enter)
+        with lock:
+            waits.start()
+            waits.join(0.3)
+            assert waits.is_alive()
+            assert sweep.within[3, 0] == torch.inf or search.index[3, 0] == -1
+        waits.join(30)
+        assert not waits.is_alive()
+    assert sweep.within[3].tolist() == [1, 1] and search.index[3].tolist() == [5, -1]
+
+
+def test_an_error_ends_the_sweep_of_all_cores(two_threads, small_tiles, monkeypatch):
+    visits, visit = [], all_pairs._Visitor._visit
+
+    def fails_once(self, rows, columns, overlap):
+        visits.append(rows)
+        if len(visits) == 3:
+            raise RuntimeError("the third one")
+        return visit(self, rows, columns, overlap)
+
+    monkeypatch.setattr(all_pairs._Visitor, "_visit", fails_once)
+    with pytest.raises(RuntimeError, match="the third one"):
+        nearest_neighbors(gaussian_rows(3000, 64, 0), 2, plan=INTEGERS)
+    assert len(visits) < 8  # of hundreds; the other core may have one under way
 
 
 def test_products_too_large_for_int32_are_not_asked_for(seed, monkeypatch):
@@ -221,13 +306,22 @@ def chosen(X, k, seed):
 
 
 def test_the_plan(seed, monkeypatch):
-    white, flat = gaussian_rows(5000, 256, seed), gaussian_rows(5000, 3, seed) @ gaussian_rows(3, 256, seed + 1)
+    white, flat = gaussian_rows(5000, 256, seed), gaussian_rows(9000, 3, seed) @ gaussian_rows(3, 256, seed + 1)
     monkeypatch.setattr(plan, "integers_serve", lambda: True)
     assert chosen(white, 2, seed).integers
-    assert not chosen(white, 17, seed).integers and not chosen(white * 1e30, 2, seed).integers
+    assert not chosen(white * 1e30, 2, seed).integers
     assert not chosen(flat, 2, seed).integers  # neighbours far closer than codes can tell
     monkeypatch.setattr(plan, "integers_serve", lambda: False)
     assert chosen(white, 2, seed) == Plan(axes=256, width=256, survivors=2 / 5000)
+
+
+def test_more_neighbours_than_groups_in_a_tile_are_not_looked_for_in_integers(one_seed, monkeypatch):
+    """The least of each group bounds one distance: of fewer groups than neighbours nothing follows for the last."""
+    monkeypatch.setattr(plan, "integers_serve", lambda: True)
+    monkeypatch.setattr(plan, "MEASURE", 0.0)  # whatever is left to be measured
+    groups = all_pairs.TILE_ROWS // all_pairs.GROUP
+    white = gaussian_rows(5000, 256, one_seed)
+    assert chosen(white, groups, one_seed).integers and not chosen(white, groups + 1, one_seed).integers
 
 
 def test_axes_are_looked_for_where_they_could_pay(monkeypatch):

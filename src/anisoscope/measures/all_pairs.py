@@ -8,20 +8,24 @@ sweep goes on, and of most pairs that wait nothing needs to be measured in the e
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int
 from torch import Tensor
 
-from anisoscope.measures.integers import MOST_COLUMNS, ROUNDING, TINY, Codes
+from anisoscope.measures.integers import MOST_COLUMNS, ROUNDING, TINY, Codes, Room
 from anisoscope.measures.plan import Plan, choose_plan, principal_axes, project
 from anisoscope.measures.search import TILE_COLUMNS, TILE_ROWS, Neighbors, Search
 from anisoscope.rows import mean_row
-from anisoscope.stats.precision import threads
+from anisoscope.stats.precision import crew
 
-GROUP = 64  # rows or columns of a tile of which the least is looked at first; a power of two
+FEW = 8  # rows or columns of a tile whose least is kept, and so many of those again; a power of two
+GROUP = FEW * FEW
 WAITING = 2**18  # pairs that wait at most,
 WAITING_EACH = 4  # or so many for each neighbour asked for
 OCTAVES = tuple(2.0**power for power in range(12, -6, -1))
@@ -68,9 +72,10 @@ class _Pairs:
 
 
 class IntegerSweep:
-    """One sweep under way, over places in the order of the search, in which the codes lie.
+    """One sweep over places in the order of the search, in which the codes lie; each core visits tiles of its own.
 
-    ``within`` are the k smallest upper bounds known of the distances of each place to others.
+    ``within`` are the k smallest upper bounds known of the distances of each place to others. What one core is about
+    to enter there or in the search others may read too early: a limit is then larger than it need be, and still right.
     """
 
     def __init__(self, search: Search, codes: Codes) -> None:
@@ -78,71 +83,100 @@ class IntegerSweep:
         kinds = torch.stack([codes.errors <= times * typical for times in OCTAVES]).sum(dim=0)
         ends = torch.bincount(kinds, minlength=len(OCTAVES) + 1).cumsum(0).tolist()
         self._stretches = list(zip([0, *ends], ends, strict=False))
-        self._search, self._order, self._codes = search, search.order, codes
+        self.search, self.order, self.codes = search, search.order, codes
         if len(kinds.unique()) > 1:
             apart = kinds.argsort(stable=True)
-            self._order, self._codes = search.order[apart], codes.at(apart)
-        self._within = torch.full_like(search.best, torch.inf)
-        self._waiting: list[_Pairs] = []
-        self._cores = torch.get_num_threads()
-        self._count, self._most = 0, max(WAITING, WAITING_EACH * search.best.numel())
+            self.order, self.codes = search.order[apart], codes.at(apart)
+        self.within = torch.full_like(search.best, torch.inf)
+        self._entering = threading.Lock()
 
     def run(self) -> None:
         """Visit every pair of tiles once, those on the diagonal first: rows in the order lie beside rows nearby."""
         tiles, parts = list(self._cut(TILE_ROWS)), list(self._cut(TILE_COLUMNS))
         pairs = [(rows, columns) for rows in tiles for columns in parts if columns.stop > rows.start]
-        # A second thread saves little of many small operations, and each waits for it where its core has other work.
-        with threads(1):
+        cores = min(torch.get_num_threads(), len(pairs))
+        room = max(WAITING, WAITING_EACH * self.search.best.numel()) // cores
+        # Many of the operations are small: a core each for them, so that none has to wait for another.
+        with crew(cores) as each:
+            visitors = [_Visitor(self, room) for _ in range(cores)]
             for near in (True, False):
-                for rows, columns in pairs:
-                    if (columns.start < rows.stop) == near:
-                        self._visit(rows, columns, near)
-                        if self._count > self._most:
-                            self._settle(self._most // 2)
-                self._settle(self._most // 2 if near else 0)
+                left = iter([pair for pair in pairs if (pair[1].start < pair[0].stop) == near])
+                with _all_or_none(left):
+                    each(partial(_Visitor.visit_all, pairs=left, near=near), visitors)
 
     def _cut(self, size: int) -> Iterator[slice]:
         for begin, end in self._stretches:
             yield from (slice(at, min(at + size, end)) for at in range(begin, end, size))
 
+    def limit(self, places: slice | Tensor) -> Float64[Tensor, "m"]:
+        """Within which distance k others surely lie; below any distance where k copies are known."""
+        known = self.search.best[self.order[places], -1].sqrt()
+        return torch.minimum(known, self.within[places, -1]).masked_fill_(known == 0, -torch.inf)
+
+    def enter(self, places: Int[Tensor, "m"], most: Float64[Tensor, "m g"]) -> None:
+        """Upper bounds of distances of these places to others, of which nothing is known yet."""
+        with self._entering:
+            both = torch.cat([self.within[places], most], dim=1)
+            self.within[places] = both.topk(self.search.k, dim=1, largest=False, sorted=True).values
+
+    def between(self, pairs: _Pairs, sign: int) -> Float64[Tensor, "m"]:
+        """The most (``sign`` 1) or least (-1) that the rows of a pair may lie apart."""
+        errors, squares, i, j = self.codes.errors, self.codes.squares.double(), pairs.i, pairs.j
+        rounding = ROUNDING * (squares[i] + squares[j]) + TINY
+        codes = (pairs.squared.double() + sign * rounding).clamp_min_(0).sqrt_()
+        return codes + sign * (errors[i] + errors[j])
+
+
+class _Visitor:
+    """What one core does of a sweep: it visits tiles, and keeps the pairs that they leave in doubt."""
+
+    def __init__(self, sweep: IntegerSweep, room: int) -> None:
+        self._sweep, self._most = sweep, room
+        self._waiting: list[_Pairs] = []
+        self._count = 0
+        self._room = Room.of(TILE_ROWS * TILE_COLUMNS, GROUP.bit_length() - 1)
+
+    def visit_all(self, pairs: Iterator[tuple[slice, slice]], near: bool) -> None:
+        """Visit tiles as long as any is left."""
+        with _all_or_none(pairs):
+            for rows, columns in pairs:
+                self._visit(rows, columns, near)
+                if self._count > self._most:
+                    self._settle(self._most // 2)
+            self._settle(self._most // 2 if near else 0)
+
     def _visit(self, rows: slice, columns: slice, overlap: bool) -> None:
-        with threads(self._cores):
-            tile = self._codes.squared(rows, columns)
+        tile = self._sweep.codes.squared(rows, columns, self._room)
         if overlap:  # each pair once: only columns after the row
             later, own = torch.arange(columns.start, columns.stop), torch.arange(rows.start, rows.stop)
             tile.masked_fill_(later[None, :] <= own[:, None], torch.inf)
         short = [-size % GROUP for size in tile.shape]
         if any(short):
             tile = torch.nn.functional.pad(tile, (0, short[1], 0, short[0]), value=torch.inf)
-        height, width = tile.shape
-        self._look(rows, columns, tile.view(height, GROUP, -1), _least(tile, 1))
-        self._look(columns, rows, tile.view(GROUP, -1, width).permute(2, 0, 1), _least(tile, 0).T)
+        self._look(rows, columns, _leasts(tile, 1, self._room))
+        self._look(columns, rows, [level.T for level in _leasts(tile, 0, self._room)])
 
-    def _look(self, own: slice, others: slice, tile: Float32[Tensor, "m w g"], least: Float32[Tensor, "m g"]) -> None:
-        """What the rows ``own`` may find among others, whose squared distances lie in groups with a ``least`` each."""
-        codes, size = self._codes, own.stop - own.start
+    def _look(self, own: slice, others: slice, levels: Sequence[Float32[Tensor, "m _"]]) -> None:
+        """What the rows ``own`` may find among others, whose squared distances are the last of the ``levels``: each
+        holds the least of every so many of the next one."""
+        codes, size = self._sweep.codes, own.stop - own.start
         errors = codes.errors[own] + codes.errors[others].max()
         rounding = (codes.squares[own] + codes.squares[others].max()) * ROUNDING + TINY
-        least = least[:size]
-        hot = (least.amin(dim=1) <= _reach(self._limit(own), errors, rounding)).nonzero().reshape(-1)
+        least = levels[0][:size]
+        hot = (least.amin(dim=1) <= _reach(self._sweep.limit(own), errors, rounding)).nonzero().reshape(-1)
         if not len(hot):
             return
         least, errors, rounding, at = least[hot], errors[hot], rounding[hot], hot + own.start
-        most = (least + rounding[:, None]).clamp_min_(0).double().sqrt_().add_(errors[:, None])
-        both = torch.cat([self._within[at], most], dim=1)
-        self._within[at] = both.topk(self._search.k, dim=1, largest=False, sorted=True).values
-        reach = _reach(self._limit(at), errors, rounding)
-        row, group = (least <= reach[:, None]).nonzero(as_tuple=True)
-        some = tile[hot[row], :, group]
-        which, member = (some <= reach[row][:, None]).nonzero(as_tuple=True)
-        found = others.start + member * tile.shape[2] + group[which]
-        self._waiting.append(_Pairs(at[row[which]], found, some[which, member]))
-        self._count += len(which)
-
-    def _limit(self, places: slice | Tensor) -> Float64[Tensor, "m"]:
-        """Within which distance k others surely lie; below any distance where k copies are known."""
-        known = self._search.best[self._order[places], -1].sqrt()
-        return torch.minimum(known, self._within[places, -1]).masked_fill_(known == 0, -torch.inf)
+        self._sweep.enter(at, (least + rounding[:, None]).clamp_min_(0).double().sqrt_().add_(errors[:, None]))
+        reach = _reach(self._sweep.limit(at), errors, rounding)
+        row, place = (least <= reach[:, None]).nonzero(as_tuple=True)
+        value = least[row, place]
+        for level in levels[1:]:
+            some = level.unflatten(1, (FEW, -1))[hot[row], :, place]
+            which, member = (some <= reach[row][:, None]).nonzero(as_tuple=True)
+            row, place, value = row[which], place[which] + member * (level.shape[1] // FEW), some[which, member]
+        self._waiting.append(_Pairs(at[row], others.start + place, value))
+        self._count += len(row)
 
     def _settle(self, spare: int) -> None:
         """Drop pairs that limits leave out which have fallen since. Of the others measure those that are surely within
@@ -150,34 +184,41 @@ class IntegerSweep:
         if not self._waiting:
             return
         left = self._possible(_Pairs.joined(self._waiting))
-        likely = self._between(left, 1) <= self._within[left.i, -1]
-        self._measure(left.where(likely))
+        likely = self._sweep.between(left, 1) <= self._sweep.within[left.i, -1]
+        self._measure(left.where(likely), doubtful=False)
         left = self._possible(left.where(~likely))
         self._waiting, self._count = ([left], len(left)) if len(left) <= spare else ([], 0)
         if not self._waiting:
-            self._measure(left)
+            self._measure(left, doubtful=True)
 
     def _possible(self, pairs: _Pairs) -> _Pairs:
-        return pairs.where(self._between(pairs, -1) <= self._limit(pairs.i))
+        return pairs.where(self._sweep.between(pairs, -1) <= self._sweep.limit(pairs.i))
 
-    def _between(self, pairs: _Pairs, sign: int) -> Float64[Tensor, "m"]:
-        """The most (``sign`` 1) or least (-1) that the rows of a pair may lie apart."""
-        errors, squares, i, j = self._codes.errors, self._codes.squares.double(), pairs.i, pairs.j
-        rounding = ROUNDING * (squares[i] + squares[j]) + TINY
-        codes = (pairs.squared.double() + sign * rounding).clamp_min_(0).sqrt_()
-        return codes + sign * (errors[i] + errors[j])
-
-    def _measure(self, pairs: _Pairs) -> None:
-        with threads(self._cores):
-            self._search.measure(self._order[pairs.i], self._order[pairs.j])
+    def _measure(self, pairs: _Pairs, *, doubtful: bool) -> None:
+        order = self._sweep.order
+        self._sweep.search.measure(order[pairs.i], order[pairs.j], doubtful=doubtful)
 
 
-def _least(tile: Float32[Tensor, "m c"], dim: int) -> Tensor:
-    """The least of each group of ``GROUP`` along a dimension. Halves beat a minimum over so few by far."""
-    for _ in range(GROUP.bit_length() - 1):
-        half = tile.shape[dim] // 2
-        tile = torch.minimum(tile.narrow(dim, 0, half), tile.narrow(dim, half, half))
-    return tile
+@contextmanager
+def _all_or_none(left: Iterator[object]) -> Iterator[None]:
+    """Where something is raised inside, nothing is left to those who take from the same."""
+    try:
+        yield
+    except BaseException:
+        list(left)
+        raise
+
+
+def _leasts(tile: Float32[Tensor, "m c"], dim: int, room: Room) -> list[Tensor]:
+    """The least of each ``GROUP`` along a dimension, of each ``FEW``, and all of them. Those that a least is taken of
+    lie apart by the number of leasts that there are: halves beat a minimum over so few by far."""
+    levels = [tile]
+    for half in room.halves:
+        size = tile.shape[dim] // 2
+        out = half[: tile.numel() // 2].view(tile.shape[0] >> (dim == 0), tile.shape[1] >> (dim == 1))
+        tile = torch.minimum(tile.narrow(dim, 0, size), tile.narrow(dim, size, size), out=out)
+        levels.append(tile)
+    return levels[:: -(FEW.bit_length() - 1)]
 
 
 def _reach(limit: Float64[Tensor, "m"], errors: Float64[Tensor, "m"], rounding: Tensor) -> Float32[Tensor, "m"]:

@@ -17,8 +17,6 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int, Int8, Int32
 from torch import Tensor
 
-from anisoscope.stats.moments import scratch
-
 LARGEST = 127
 MOST_COLUMNS = (2**31 - 1) // LARGEST**2  # up to here no product of two codes leaves int32
 CHUNK_ROWS = 1024
@@ -34,25 +32,42 @@ def integers_serve() -> bool:
     if not (known.get("avx512_vnni") or known.get("amx_int8")) or not hasattr(torch, "_int_mm"):
         return False
     a = torch.arange(-LARGEST, LARGEST + 1).to(torch.int8).repeat(33, 3)
+    room = torch.zeros((2, 33, 33), dtype=torch.int32)
     try:
-        return torch.equal(_by_instructions(a, a), _by_float64(a, a))
+        return torch.equal(_by_instructions(a, a, room[0]), _by_float64(a, a, room[1]))
     except RuntimeError:  # a build of torch without them
         return False
 
 
-def integer_products(a: Int8[Tensor, "m d"], b: Int8[Tensor, "n d"]) -> Int32[Tensor, "m n"]:
-    """``a b^T``, exact."""
+def integer_products(a: Int8[Tensor, "m d"], b: Int8[Tensor, "n d"], out: Int32[Tensor, "m n"]) -> Int32[Tensor, "m n"]:
+    """``a b^T``, exact, put into ``out``."""
     # Of one column torch 2.13 gives whatever lay in memory.
-    return _by_instructions(a, b) if a.shape[1] > 1 and integers_serve() else _by_float64(a, b)
+    return _by_instructions(a, b, out) if a.shape[1] > 1 and integers_serve() else _by_float64(a, b, out)
 
 
-def _by_instructions(a: Tensor, b: Tensor) -> Tensor:
-    found: Tensor = torch._int_mm(a, b.T)
+def _by_instructions(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    found: Tensor = torch._int_mm(a, b.T, out=out)
     return found
 
 
-def _by_float64(a: Tensor, b: Tensor) -> Tensor:
-    return (a.double() @ b.double().T).to(torch.int32)
+def _by_float64(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(a.double() @ b.double().T)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory for tiles, one after another: asking the system for it each time takes longer than filling it."""
+
+    products: Int32[Tensor, "size"]
+    tile: Float32[Tensor, "size"]
+    halves: tuple[Float32[Tensor, "_"], ...]
+    """For half of a tile, a quarter of it, and so on."""
+
+    @classmethod
+    def of(cls, size: int, halves: int = 0) -> Room:
+        """Room for a tile of so many pairs."""
+        smaller = tuple(torch.empty(size >> times) for times in range(1, halves + 1))
+        return cls(torch.empty(size, dtype=torch.int32), torch.empty(size), smaller)
 
 
 @dataclass(frozen=True)
@@ -90,10 +105,12 @@ class Codes:
         """The codes of these rows."""
         return Codes(self.values[order], self.steps[order], self.squares[order], self.errors[order])
 
-    def squared(self, rows: slice, columns: slice) -> Float32[Tensor, "m c"]:
-        """Squared distances of codes, good to ``ROUNDING`` of the sum of their squares and ``TINY``."""
-        products = integer_products(self.values[rows], self.values[columns])
-        tile = scratch(tuple(products.shape), self.steps).copy_(products)
+    def squared(self, rows: slice, columns: slice, room: Room) -> Float32[Tensor, "m c"]:
+        """Squared distances of codes, good to ``ROUNDING`` of the sum of their squares and ``TINY``; they stand where
+        there is ``room`` for them, until that is used again."""
+        a, b = self.values[rows], self.values[columns]
+        shape, size = (len(a), len(b)), len(a) * len(b)
+        tile = room.tile[:size].view(shape).copy_(integer_products(a, b, room.products[:size].view(shape)))
         tile.mul_(self.steps[columns].mul(-2)).mul_(self.steps[rows][:, None])
         return tile.add_(self.squares[columns]).add_(self.squares[rows][:, None])
 
@@ -104,7 +121,7 @@ def survivors_in_integers(
     """The share of pairs that codes leave in doubt where neighbours lie within ``limits``."""
     codes = Codes.of(torch.cat([rows, others]), mean, 0)
     own, rest = slice(0, len(rows)), slice(len(rows), None)
-    apart = codes.squared(own, rest).double().clamp_min_(0).sqrt_()
+    apart = codes.squared(own, rest, Room.of(len(rows) * len(others))).double().clamp_min_(0).sqrt_()
     doubt = codes.errors[own][:, None] + codes.errors[rest]
     return float((apart - doubt <= limits[:, None]).double().mean())
 

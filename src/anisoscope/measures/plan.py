@@ -17,12 +17,12 @@ MIN_ROWS_TO_PLAN = 4096  # below this one sweep costs less than choosing how to 
 SAMPLED_ROWS, SAMPLED_COLUMNS = 128, 4096  # what ``choose_plan`` looks at
 FEWEST_AXES = 8
 BASIS_SAMPLE = 8192  # rows that principal axes are taken from
-# Costs of a pair in units of one multiply-add in float32, roughly, from two cores of a Zen 4.
-SCAN, INTEGER_SCAN = 24.0, 48.0
-INTEGER = 0.23  # a multiply-add of small integers
-MOST_IN_INTEGERS = 16  # neighbours; of 32 so many pairs are measured that nothing is gained
+# Costs of a pair in units of one multiply-add in float32, roughly, from 65,536 rows on two cores of a Zen 5.
+SCAN, INTEGER_SCAN = 62.0, 75.0
+INTEGER = 0.1  # a multiply-add of small integers
+MOST_IN_INTEGERS = 32  # neighbours: as many as a tile has groups of rows, or its first look leaves every pair in doubt
 EIGH = 12.0  # of each entry of the cube: eigenvectors in float64
-MEASURE = 80.0  # of each column: a measurement by differences, which moves whole rows through memory
+MEASURE = 150.0  # of each column: a measurement by differences, which moves whole rows through memory
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ def choose_plan(
     if n * n / 2 * (best_cost - SCAN - FEWEST_AXES) < BASIS_SAMPLE * width**2 + EIGH * width**3:
         return best, None  # axes cost more than they could save
     basis = principal_axes(rows, mean, generator)
-    a = (rows[some].double() - mean) @ basis
-    b = (rows[others].double() - mean) @ basis
+    a, b = (_about(rows[which], mean) @ basis.float() for which in (some, others))
     axes = FEWEST_AXES
     while axes <= width // 2:
         lead = torch.cdist(a[:, :axes], b[:, :axes])
@@ -87,7 +86,7 @@ def principal_axes(
 ) -> Float[Tensor, "d d"]:
     """Orthonormal principal axes of a sample of rows, leading one first (any orthonormal basis keeps bounds valid)."""
     picks = torch.randperm(len(rows), generator=generator)[:BASIS_SAMPLE].to(rows.device)
-    sample = (rows[picks].double() - mean).float()
+    sample = _about(rows[picks], mean)
     vectors = torch.linalg.eigh((sample.T @ sample).double()).eigenvectors
     return vectors.flip(1)
 
@@ -110,14 +109,19 @@ def project(rows: Tensor, mean: Tensor, basis: Tensor) -> Tensor:
 
 def _sampled_limits(rows: Tensor, mean: Tensor, some: Tensor, k: int) -> Tensor:
     """Squared k-th neighbour distances of a few rows among all, good to float32: only used to plan."""
-    a = (rows[some].double() - mean).float()
+    a = _about(rows[some], mean)
     best = a.new_full((len(a), k + 1), torch.inf)
-    for part in rows.split(16384):
-        b = (part.double() - mean).float() if part.dtype == torch.float64 else part.float() - mean.float()
-        d2 = a.square().sum(1)[:, None] + b.square().sum(1)[None, :] - 2 * a @ b.T
+    for part in rows.split(2048):
+        b = _about(part, mean)
+        d2 = torch.addmm(torch.linalg.vector_norm(b, dim=1).square_()[None, :], a, b.T, alpha=-2)
         best = torch.cat([best, d2.topk(min(k + 1, len(b)), dim=1, largest=False).values], dim=1)
         best = best.topk(k + 1, dim=1, largest=False).values
-    return best[:, -1].clamp_min(0).double()
+    return (best[:, -1] + torch.linalg.vector_norm(a, dim=1).square_()).clamp_min_(0).double()
+
+
+def _about(rows: Tensor, mean: Tensor) -> Float[Tensor, "n d"]:
+    """Rows about their mean, or about what float32 makes of it, in float32."""
+    return (rows - mean).float() if rows.dtype == torch.float64 else rows.float() - mean.float()
 
 
 def scale_of(rows: Tensor) -> float:

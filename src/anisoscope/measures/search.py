@@ -15,6 +15,7 @@ multiplies small integers faster, ``all_pairs`` may sweep over those instead and
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,7 +29,7 @@ from anisoscope.rows import mean_row
 from anisoscope.stats.moments import scratch
 
 TILE_ROWS, TILE_COLUMNS = 2048, 1024  # a float32 tile of 8 MB: large enough for BLAS, small enough for cache
-PAIR_BLOCK = 1024  # pairs measured at a time: larger differences leave the cache
+PAIR_BLOCK = 512  # pairs measured at a time: larger differences leave the cache
 ROUND_PAIRS = 65_536  # pairs after which what was found is entered
 ANCHOR_ROWS = 512  # rows searched together in that way
 EXACT_PAIRS = 512  # pairs measured together there: their differences stay in cache
@@ -107,7 +108,7 @@ class Search:
 
     def __init__(self, rows: Tensor, coordinates: Tensor | None, k: int) -> None:
         n, width = rows.shape
-        self.rows, self.coordinates, self.k = rows, coordinates, k
+        self.rows, self.coordinates, self.k = rows.detach(), coordinates, k
         self.scale = scale_of(rows)
         self.best = torch.full((n, k), torch.inf, dtype=torch.float64, device=rows.device)
         self.index = torch.full((n, k), -1, dtype=torch.int64, device=rows.device)
@@ -115,6 +116,7 @@ class Search:
         self.cell_starts = [0, n]
         self.cell_centers: Tensor | None = None
         self.in_pairs = False
+        self._merging = threading.Lock()
         # Rounding of a float32 inner product of length p, products and sums (Higham, gamma_p), with a margin for the
         # rounding of the coordinates themselves and of the three-term sum that makes a squared distance of it.
         axes = width if coordinates is None else coordinates.shape[1]
@@ -182,7 +184,7 @@ class Search:
         value, position = bound.topk(take, dim=1, largest=False)
         usable = torch.isfinite(value) & (value < self.best[part, -1:])
         i = part[:, None].expand(-1, take)[usable]
-        self.measure(i, columns[position[usable]])
+        self.measure(i, columns[position[usable]], doubtful=self.coordinates is not None)
 
     def search_from(self, part: Tensor, take: int) -> Tensor:
         """Measure the ``take`` most promising rows of each row of ``part``; return the rows this did not settle."""
@@ -279,7 +281,7 @@ class Search:
             i.append(columns[hot_columns[b]])
             j.append(rows[a])
         if i:
-            self.measure(torch.cat(i), torch.cat(j))
+            self.measure(torch.cat(i), torch.cat(j), doubtful=self.coordinates is not None)
 
     def _limit(self, which: Tensor) -> Tensor:
         """The k-th squared distance, rounded up to float32, so that a comparison in float32 never drops a pair."""
@@ -295,34 +297,40 @@ class Search:
         tile = torch.addmm(b2[None, :].expand(len(a), -1), a, b.T, alpha=-2)
         return tile.add_(a2[:, None])
 
-    def measure(self, i: Tensor, j: Tensor) -> None:
-        """Measure pairs by differences and keep what improves row ``i``."""
+    def measure(self, i: Tensor, j: Tensor, *, doubtful: bool) -> None:
+        """Measure pairs by differences and keep what improves row ``i``; of no pair by two threads at once.
+
+        ``doubtful`` are those of which most will be found to be farther: that is seen in float32 already.
+        """
         for a, b in zip(i.split(ROUND_PAIRS), j.split(ROUND_PAIRS), strict=True):
             known = (self.index[a] == b[:, None]).any(dim=1)
             a, b = a[~known], b[~known]
-            a, b = self._screen(a, b)
-            if len(a) == 0:
-                continue
-            d2 = torch.cat([self._exact(x, y) for x, y in zip(a.split(PAIR_BLOCK), b.split(PAIR_BLOCK), strict=True)])
+            if doubtful and len(a) >= PAIR_BLOCK and self.rows.dtype != torch.float64:
+                # The elementwise error is half a unit, that of the sum below sqrt(d) units: 1e-4 holds for any width.
+                keep = self._apart(a, b, torch.float32) * (1 - 1e-4) < self._limit(a)
+                a, b = a[keep], b[keep]
+            d2 = self._apart(a, b, torch.float64)
             keep = d2 < self.best[a, -1]
-            self._merge(a[keep], b[keep], d2[keep])
+            with self._merging:
+                self._merge(a[keep], b[keep], d2[keep])
 
-    def _screen(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        """Drop pairs that float32 differences show to be farther; their relative error is far below the margin."""
-        if self.coordinates is None or len(i) < PAIR_BLOCK or self.rows.dtype == torch.float64:
-            return i, j
-        keep = []
-        for a, b in zip(i.split(PAIR_BLOCK), j.split(PAIR_BLOCK), strict=True):
-            difference = self.rows.index_select(0, a).float().sub_(self.rows.index_select(0, b)).mul_(self.scale)
-            d2 = torch.linalg.vector_norm(difference, dim=1).square_()
-            # The elementwise error is half a unit, that of the sum below sqrt(d) units: 1e-4 holds for any width.
-            keep.append(d2 * (1 - 1e-4) < self._limit(a))
-        mask = torch.cat(keep)
-        return i[mask], j[mask]
-
-    def _exact(self, i: Tensor, j: Tensor) -> Tensor:
-        difference = self.rows.index_select(0, i).double().sub_(self.rows.index_select(0, j))
-        return torch.linalg.vector_norm(difference.mul_(self.scale) if self.scale != 1 else difference, dim=1).square_()
+    def _apart(self, i: Int[Tensor, "m"], j: Int[Tensor, "m"], dtype: torch.dtype) -> Float[Tensor, "m"]:
+        """Squared distances of pairs, by differences in this precision."""
+        found = self.best.new_empty(len(i), dtype=dtype)
+        # One place for all blocks: fresh memory may cost more time than what is done in it.
+        shape = (min(PAIR_BLOCK, len(i)), self.rows.shape[1])
+        one, other = self.rows.new_empty((2, *shape))
+        wide = one if one.dtype == dtype else one.new_empty(shape, dtype=dtype)
+        for at in range(0, len(i), PAIR_BLOCK):
+            a, b = i[at : at + PAIR_BLOCK], j[at : at + PAIR_BLOCK]
+            torch.index_select(self.rows, 0, a, out=one[: len(a)])
+            torch.index_select(self.rows, 0, b, out=other[: len(a)])
+            difference = wide[: len(a)] if wide is one else wide[: len(a)].copy_(one[: len(a)])
+            difference.sub_(other[: len(a)])
+            if self.scale != 1:
+                difference.mul_(self.scale)
+            found[at : at + PAIR_BLOCK] = torch.linalg.vector_norm(difference, dim=1).square_()
+        return found
 
     def _merge(self, i: Tensor, j: Tensor, d2: Tensor) -> None:
         """Fold measured pairs into the k best of each row: the best k new ones of a row meet its k old ones."""

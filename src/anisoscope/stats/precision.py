@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -49,6 +50,17 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def crew(count: int) -> Iterator[Callable[[Callable[[T], R], Iterable[T]], list[R]]]:
+    """A ``map`` whose calls are done by so many threads, torch having one core in each of them."""
+    with threads(1):
+        if count == 1:
+            yield lambda act, each: [act(one) for one in each]
+            return
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield lambda act, each: list(pool.map(as_here(act), each))
 
 
 def unrecorded(device: torch.device) -> contextlib.AbstractContextManager[object]:

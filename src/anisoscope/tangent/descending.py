@@ -8,7 +8,6 @@ for, as if all of them went well; the first that did not is done again with care
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -19,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anisoscope.stats.precision import as_here, threads
+from anisoscope.stats.precision import crew
 from anisoscope.tangent.descent import (
     Scratch,
     against,
@@ -397,9 +396,5 @@ def _side_by_side(a_ND: Tensor, rank: int) -> Iterator[tuple[Parts, Each]]:
         yield rows, lambda act: [act(at) for at in range(len(rows))]
         return
     # Products of a few codes with many rows gain little from a second core; two of them at once gain all of it.
-    with threads(1):
-        if len(rows) == 1:
-            yield rows, lambda act: [act(at) for at in range(len(rows))]
-            return
-        with ThreadPoolExecutor(min(cores, len(rows)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield rows, lambda act: list(pool.map(as_here(act), range(len(rows))))
+    with crew(min(cores, len(rows))) as each:
+        yield rows, lambda act: each(act, range(len(rows)))
