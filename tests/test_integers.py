@@ -335,6 +335,7 @@ def test_axes_are_looked_for_where_they_could_pay(monkeypatch):
 
 def test_how_many_rows_are_few(monkeypatch):
     monkeypatch.setattr(neighbors, "integers_serve", lambda: True)
-    assert neighbors.few_rows(2) == neighbors.SWEPT_ROWS < FEW_ROWS == neighbors.few_rows(3)
+    assert neighbors.few_rows(4, 256) == neighbors.SWEPT_ROWS < FEW_ROWS
+    assert neighbors.few_rows(5, 256) == neighbors.few_rows(4, 255) == FEW_ROWS
     monkeypatch.setattr(neighbors, "integers_serve", lambda: False)
-    assert neighbors.few_rows(2) == FEW_ROWS
+    assert neighbors.few_rows(4, 256) == FEW_ROWS

@@ -16,7 +16,7 @@ from anisoscope.measures.neighbors_gpu import nearest_by_tiles
 from anisoscope.measures.plan import Plan
 from anisoscope.measures.search import FEW_ROWS, Neighbors, neighbors_of
 
-SWEPT_ROWS, SWEPT_NEIGHBORS = 6144, 2  # from so many rows on, for so many neighbours, a sweep in integers pays
+SWEPT_ROWS, SWEPT_COLUMNS, SWEPT_NEIGHBORS = 4096, 256, 4  # more rows, such width, no more neighbours: a sweep pays
 
 
 def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None = None, seed: int = 0) -> Neighbors:
@@ -33,14 +33,14 @@ def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None =
         raise TooFewRowsError(f"{k} neighbours need at least {k + 1} distinct rows, got {n}")
     if plan is None and by_tiles(rows.device):
         return nearest_by_tiles(rows, k)
-    if plan is None and n <= few_rows(k):
+    if plan is None and n <= few_rows(k, rows.shape[1]):
         return neighbors_of(rows, torch.arange(n, device=rows.device), k)
     return sweep_all(rows, k, plan, seed)
 
 
-def few_rows(k: int) -> int:
+def few_rows(k: int, width: int) -> int:
     """Up to how many rows all bounds of a row are looked at together: fewer where a sweep in integers is cheaper."""
-    return SWEPT_ROWS if k <= SWEPT_NEIGHBORS and integers_serve() else FEW_ROWS
+    return SWEPT_ROWS if k <= SWEPT_NEIGHBORS and width >= SWEPT_COLUMNS and integers_serve() else FEW_ROWS
 
 
 def by_tiles(device: torch.device) -> bool:
