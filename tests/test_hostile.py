@@ -24,8 +24,8 @@ from anisoscope.errors import (
     TooFewRowsError,
     ZeroRowError,
 )
-from anisoscope.measures import local, table
-from anisoscope.rows import of_unit_size
+from anisoscope.measures import base, local, spectrum, table
+from anisoscope.rows import as_rows, of_unit_size
 from anisoscope.theory import manifolds
 
 N, WIDTH = 150, 6
@@ -484,6 +484,31 @@ class TestSpectra:
             assert abs(readings(naive)[name] / truth[name] - 1) > 2e-5
             held = getattr(an, name)(rows if shape == "array" else iter(np.array_split(rows, 7))).value
             assert held == pytest.approx(truth[name], rel=1e-6)
+
+    @pytest.mark.parametrize("tail", [(1e-7,) * 9, (3e-6, 1e-7, 1e-9, 0.0), (0.0,), tuple(np.logspace(-5, -8, 12))])
+    @pytest.mark.parametrize("shift", [0.0, 1e3])
+    def test_a_few_small_singular_values_are_had_without_factoring_all_rows(self, seed, tail, shift, monkeypatch):
+        """As after a LayerNorm, which takes a direction away. Squares know 1e-8 of the largest, this 1e-10."""
+        rng = np.random.default_rng(seed)
+        sigma = np.r_[np.logspace(0, -5, 48 - len(tail)), tail]
+        left, right = (np.linalg.qr(rng.standard_normal((m, 48)))[0] for m in (2000, 48))
+        left = np.linalg.qr(left - left.mean(axis=0))[0]
+        rows = left * sigma @ right.T + shift * 2.0**-20 * rng.standard_normal(48)
+        truth = np.linalg.svd(rows - rows.mean(axis=0), compute_uv=False)
+        factored, plain = [], spectrum._triangle
+        monkeypatch.setattr(spectrum, "_triangle", lambda *given: (factored.append(plain(*given)), factored[-1])[1])
+        found = spectrum.spectrum(base.Workspace(as_rows(rows), an.Needs(moments="float64")))
+        assert len(factored) == 1 and len(factored[0]) < 14
+        held = found.values.mul(1999).sqrt().numpy()
+        assert abs(held - truth).max() < 1e-10 * truth[0]
+        scatter = (rows - rows.mean(axis=0)).T @ (rows - rows.mean(axis=0))
+        if 1e-9 in tail:
+            assert abs(np.sqrt(np.linalg.eigvalsh(scatter)[::-1].clip(0)) - truth).max() > 1e-9 * truth[0]
+        assert (np.diff(held) <= 0).all() and found.values.shape == (48,)
+        basis = found.vectors.numpy()
+        np.testing.assert_allclose(basis.T @ basis, np.eye(48), atol=1e-13)
+        lengths = np.linalg.norm((rows - rows.mean(axis=0)) @ basis, axis=0)
+        assert abs(lengths - held).max() < 2e-10 * truth[0], "each value has its own direction"
 
     @pytest.mark.parametrize("shift", [0.0, SHIFT])
     @pytest.mark.parametrize("shape", ["array", "stream", "fewer rows than columns"])

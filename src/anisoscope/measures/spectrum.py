@@ -18,6 +18,9 @@ from anisoscope.stats.moments import Moments
 LANCZOS_WIDTH = 1536  # wider matrices get their top eigenpairs alone, narrower ones a full decomposition
 LANCZOS_VALUES = 8  # the first is wanted, the others bound its bias
 GRAM_LIMIT = 5e-13  # eigenvalue ratio below which squaring has cost too many digits of a singular value
+SMALL = 1e-11  # and below which, where one is, singular values are taken from rows along their directions,
+MOST_SMALL = 4  # if at most one of so many is that small
+RESOLVED = 1e-10  # of the largest singular value: what that may be wrong by; less is read as zero there
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,10 @@ def _decomposed(work: Workspace, *, vectors: bool = True) -> tuple[Tensor, Tenso
 def spectrum(work: Workspace) -> Spectrum:
     """The whole spectrum, good to 1e-6 of the sum of singular values even where they span six decades.
 
-    Eigenvalues of the float64 scatter are enough while the smallest is above 5e-13 of the largest. Below that the
-    square has eaten the digits of small singular values, and they are taken from a QR factorisation of the centred
-    rows instead, if the rows lie in memory; from a stream they are read as zero below the rounding floor, with a note.
+    Eigenvalues of the float64 scatter are enough while the smallest is above ``GRAM_LIMIT`` of the largest. Below that
+    the square has eaten the digits of small singular values. If the rows lie in memory these are taken from a QR
+    factorisation of the centred rows instead, of those along the directions that are small where these are few; from a
+    stream they are read as zero below the rounding floor, with a note.
     """
     if "spectrum" not in work.cache:
         work.cache["spectrum"] = _spectrum(work)
@@ -145,6 +149,9 @@ def _spectrum(work: Workspace) -> Spectrum:
     if float(values[-1]) > float(values[0]) * GRAM_LIMIT:
         return Spectrum(values, vectors)
     if rows is not None:
+        small = int((values < values[0] * SMALL).sum())
+        if vectors.shape[1] == width and MOST_SMALL * small <= width:
+            return _small_again(rows, moments, values, vectors, small)
         return _from_singular(_triangle(rows, moments.mean), n, rank)
     lost = int((values < floor).sum())
     note = f"{lost:,} singular values lie below the rounding floor of one pass and are read as zero"
@@ -164,11 +171,30 @@ def _from_singular(factor: Tensor, n: int, rank: int) -> Spectrum:
     return Spectrum(sigma.square() / (n - 1), right.T[:, :rank].contiguous())
 
 
-def _triangle(rows: Tensor, mean: Tensor) -> Tensor:
-    """R of a QR factorisation of the centred rows, block after block: as good as an SVD, in little space."""
-    triangle = mean.new_zeros((0, len(mean)))
+def _small_again(
+    rows: Float[Tensor, "n d"], moments: Moments, values: Float[Tensor, "d"], vectors: Float[Tensor, "d d"], small: int
+) -> Spectrum:
+    """A spectrum whose last so many values are taken anew, from the rows along their own directions.
+
+    These lean towards a large direction by rounding times ``largest / large``, in eigenvalues, which brings in no more
+    than rounding times ``sqrt(largest / SMALL)``, in singular values: see ``RESOLVED``.
+    """
+    own, rest = vectors[:, -small:], len(values) - small
+    _, sigma, right = torch.linalg.svd(_triangle(rows, moments.mean, own))
+    again = sigma.square() / (moments.count - 1)
+    again = torch.where(again < values[0] * RESOLVED**2, 0.0, again)
+    values, order = torch.cat([values[:rest], again]).sort(descending=True)  # two near the limit may change places
+    return Spectrum(values, torch.cat([vectors[:, :rest], own @ right.T], dim=1)[:, order])
+
+
+def _triangle(rows: Tensor, mean: Tensor, onto: Tensor | None = None) -> Tensor:
+    """R of a QR factorisation of the centred rows, or of what they are along some directions, block after block: as
+    good as an SVD, in little space."""
+    triangle = mean.new_zeros((0, len(mean) if onto is None else onto.shape[1]))
     for part in rows.split(4 * len(mean)):
-        triangle = torch.linalg.qr(torch.cat([triangle, part.double() - mean]), mode="r").R
+        centred = part.double() - mean
+        along = centred if onto is None else centred @ onto
+        triangle = torch.linalg.qr(torch.cat([triangle, along]), mode="r").R
     return triangle
 
 
