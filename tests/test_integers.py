@@ -201,6 +201,49 @@ def two_threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
+def test_what_torch_makes_by_default_is_not_asked(kind, one_seed):
+    X = gaussian_rows(200, 64, one_seed).repeat_interleave(3, dim=0)
+    X += gaussian_rows(600, 64, one_seed + 1) * 0.05
+    want = brute(X, 3)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(kind)
+    try:
+        found = nearest_neighbors(X, 3, plan=INTEGERS)
+    finally:
+        torch.set_default_dtype(before)
+    check_neighbors(X, found, want)
+
+
+def test_rows_that_require_gradients():
+    X = gaussian_rows(4500, 256, 0)
+    want = nearest_neighbors(X, 2)
+    found = nearest_neighbors(X.clone().requires_grad_(), 2)
+    assert torch.equal(found.distances, want.distances) and not found.distances.requires_grad
+
+
+def test_float32_is_trusted_less_the_wider_rows_are():
+    """Sums of 133,000 equal squares are off by more than a ten-thousandth, whatever the order of the rest."""
+    d, step = 133_000, 1.05859375
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(d, generator=generator) * 256).round() / 256
+    other = torch.randn(d, generator=generator)
+    other *= (d * step * step * (1 + 6.5e-5)) ** 0.5 / other.norm()
+    search, first = Search(torch.stack([x, x + step, x + other]), None, 1), torch.zeros(512, dtype=torch.int64)
+    search.measure(first[:1], first[:1] + 2, doubtful=False)
+    assert float(search._apart(first[:1], first[:1] + 1, torch.float32)) * (1 - 1e-4) > float(search.best[0, 0])
+    search.measure(first, first + 1, doubtful=True)
+    assert int(search.index[0]) == 1
+
+
+@pytest.mark.parametrize("tiles", [(100, 100), (70, 130), (64, 1)])
+def test_tiles_of_any_size(tiles, one_seed, monkeypatch):
+    monkeypatch.setattr(all_pairs, "TILE_ROWS", tiles[0])
+    monkeypatch.setattr(all_pairs, "TILE_COLUMNS", tiles[1])
+    X = gaussian_rows(230, 32, one_seed)
+    check_neighbors(X, nearest_neighbors(X, 2, plan=INTEGERS), brute(X, 2))
+
+
 def test_threads_are_as_before_whatever_happens(two_threads, monkeypatch):
     X = gaussian_rows(300, 64, 0)
     nearest_neighbors(X, 2, plan=INTEGERS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -100,9 +99,10 @@ class IntegerSweep:
         with crew(cores) as each:
             visitors = [_Visitor(self, room) for _ in range(cores)]
             for near in (True, False):
-                left = iter([pair for pair in pairs if (pair[1].start < pair[0].stop) == near])
-                with _all_or_none(left):
-                    each(partial(_Visitor.visit_all, pairs=left, near=near), visitors)
+                left = _Turns([pair for pair in pairs if (pair[1].start < pair[0].stop) == near])
+                with left:
+                    each(partial(_Visitor.visit_all, pairs=left, overlap=near), visitors)
+            each(_Visitor.settle_all, visitors)
 
     def _cut(self, size: int) -> Iterator[slice]:
         for begin, end in self._stretches:
@@ -134,16 +134,19 @@ class _Visitor:
         self._sweep, self._most = sweep, room
         self._waiting: list[_Pairs] = []
         self._count = 0
-        self._room = Room.of(TILE_ROWS * TILE_COLUMNS, GROUP.bit_length() - 1)
+        height, width = (-(-size // GROUP) * GROUP for size in (TILE_ROWS, TILE_COLUMNS))
+        self._room = Room.of(height * width, GROUP.bit_length() - 1)
 
-    def visit_all(self, pairs: Iterator[tuple[slice, slice]], near: bool) -> None:
+    def visit_all(self, pairs: _Turns, overlap: bool) -> None:
         """Visit tiles as long as any is left."""
-        with _all_or_none(pairs):
+        with pairs:
             for rows, columns in pairs:
-                self._visit(rows, columns, near)
-                if self._count > self._most:
-                    self._settle(self._most // 2)
-            self._settle(self._most // 2 if near else 0)
+                self._visit(rows, columns, overlap)
+            self._settle(self._most // 2)
+
+    def settle_all(self) -> None:
+        """Decide on all pairs that wait."""
+        self._settle(0)
 
     def _visit(self, rows: slice, columns: slice, overlap: bool) -> None:
         tile = self._sweep.codes.squared(rows, columns, self._room)
@@ -177,6 +180,8 @@ class _Visitor:
             row, place, value = row[which], place[which] + member * (level.shape[1] // FEW), some[which, member]
         self._waiting.append(_Pairs(at[row], others.start + place, value))
         self._count += len(row)
+        if self._count > self._most:
+            self._settle(self._most // 2)
 
     def _settle(self, spare: int) -> None:
         """Drop pairs that limits leave out which have fallen since. Of the others measure those that are surely within
@@ -199,14 +204,25 @@ class _Visitor:
         self._sweep.search.measure(order[pairs.i], order[pairs.j], doubtful=doubtful)
 
 
-@contextmanager
-def _all_or_none(left: Iterator[object]) -> Iterator[None]:
-    """Where something is raised inside, nothing is left to those who take from the same."""
-    try:
-        yield
-    except BaseException:
-        list(left)
-        raise
+class _Turns:
+    """Pairs of tiles that several threads take, each of them once; where something is raised inside, none is left."""
+
+    def __init__(self, pairs: Sequence[tuple[slice, slice]]) -> None:
+        self._left, self._lock = iter(pairs), threading.Lock()
+
+    def __iter__(self) -> _Turns:
+        return self
+
+    def __next__(self) -> tuple[slice, slice]:
+        with self._lock:
+            return next(self._left)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
+            list(self)
 
 
 def _leasts(tile: Float32[Tensor, "m c"], dim: int, room: Room) -> list[Tensor]:

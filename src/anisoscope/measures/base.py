@@ -32,6 +32,7 @@ from anisoscope.measures.uncertainty import ErrorRows, spread_runs
 from anisoscope.rows import Rows, as_rows, largest_size, power_of_two_scale
 from anisoscope.stats.directions import Directions
 from anisoscope.stats.moments import Moments, Precision
+from anisoscope.stats.precision import device_of, full_precision
 from anisoscope.stats.reservoir import Reservoir
 from anisoscope.stats.stretches import Stretches
 from anisoscope.stats.turns import Turns
@@ -376,7 +377,8 @@ def unregister(name: str) -> None:
 def run(name: str, rows: Any, mask: Any, seed: int = 0, **options: Any) -> Estimate:
     """One measure over its own workspace: the body of every public function."""
     entry = _TABLE[name]
-    return compute(entry, Workspace(as_rows(rows, mask), entry.needs(**options), seed), options)
+    with full_precision(device_of(rows)):
+        return compute(entry, Workspace(as_rows(rows, mask), entry.needs(**options), seed), options)
 
 
 def compute(entry: Measure, work: Workspace, options: Mapping[str, Any]) -> Estimate:

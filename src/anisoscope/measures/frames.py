@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +14,7 @@ from anisoscope.errors import DegenerateError, OptionError, TooFewRowsError
 from anisoscope.measures.base import Duplicates, Needs, Workspace
 from anisoscope.measures.search import neighbors_of
 from anisoscope.rows import as_rows
-from anisoscope.stats.precision import as_here
+from anisoscope.stats.precision import crew, in_full_precision
 
 BATCH_NUMBERS = (1 << 23, 1 << 20)  # numbers gathered at a time; on the CPU so few that they stay in cache
 
@@ -53,6 +52,7 @@ class LocalFrames:
         return self.scores.double() * (self.variances * self.neighborhoods.k).sqrt()[:, None, :]
 
 
+@in_full_precision
 def local_tangents(
     rows: RowsLike,
     *,
@@ -123,8 +123,8 @@ def local_frames(
     few = max(1, BATCH_NUMBERS[rows.device.type == "cpu"] // (members * width))
     parts = [slice(at, at + few) for at in range(0, count, few)]
     # One core for each worker: matrices this small only lose time by being shared among cores.
-    with ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        list(pool.map(as_here(fill), parts))
+    with crew(torch.get_num_threads()) as each:
+        each(fill, parts)
     return LocalFrames(tangents, variances, scores, found)
 
 

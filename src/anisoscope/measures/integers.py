@@ -66,8 +66,9 @@ class Room:
     @classmethod
     def of(cls, size: int, halves: int = 0) -> Room:
         """Room for a tile of so many pairs."""
-        smaller = tuple(torch.empty(size >> times) for times in range(1, halves + 1))
-        return cls(torch.empty(size, dtype=torch.int32), torch.empty(size), smaller)
+        # Not in what torch takes for the default, which may be half precision where a model is built.
+        tile, *smaller = (torch.empty(size >> times, dtype=torch.float32) for times in range(halves + 1))
+        return cls(torch.empty(size, dtype=torch.int32), tile, tuple(smaller))
 
 
 @dataclass(frozen=True)

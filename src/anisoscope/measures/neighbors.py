@@ -15,18 +15,21 @@ from anisoscope.measures.integers import integers_serve
 from anisoscope.measures.neighbors_gpu import nearest_by_tiles
 from anisoscope.measures.plan import Plan
 from anisoscope.measures.search import FEW_ROWS, Neighbors, neighbors_of
+from anisoscope.stats.precision import in_full_precision
 
 SWEPT_ROWS, SWEPT_COLUMNS, SWEPT_NEIGHBORS = 4096, 256, 4  # more rows, such width, no more neighbours: a sweep pays
 
 
+@in_full_precision
 def nearest_neighbors(rows: Float[Tensor, "n d"], k: int, *, plan: Plan | None = None, seed: int = 0) -> Neighbors:
-    """The ``k`` nearest other rows of every row, exact in float64, ties in any order.
+    """The ``k`` nearest other rows of every row, exact in float64. Which of rows at equal distances are told may
+    depend on the number of cores.
 
     ``seed`` drives the choice of landmarks and of the sample for planning, which change the time taken and not the
-    result. Memory beyond the rows themselves: a few tiles, and the kept axes in float32, or a byte for each entry and
-    some hundred for each neighbour asked for.
+    result. Memory beyond the rows themselves: a few tiles, and the kept axes in float32; or a few tiles for each core,
+    a byte for each entry and some hundred for each neighbour asked for.
     """
-    n = len(rows)
+    n, rows = len(rows), rows.detach()
     if k < 1:
         raise OptionError(f"k must be at least 1, got {k}")
     if n < k + 1:

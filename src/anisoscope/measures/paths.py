@@ -17,6 +17,7 @@ from anisoscope.measures.anisotropy import Bias
 from anisoscope.measures.base import Needs, Workspace, register, run
 from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.rows import Rows, as_rows
+from anisoscope.stats.precision import in_full_precision
 
 
 def turning_angle(rows: RowsLike, *, mask: MaskLike = None) -> Estimate:
@@ -51,6 +52,7 @@ Map = Literal["linear", "orthogonal"]
 Target = Literal["output", "update"]
 
 
+@in_full_precision
 def linearity(
     rows: RowsLike,
     next_rows: RowsLike,

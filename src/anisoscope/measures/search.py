@@ -108,7 +108,7 @@ class Search:
 
     def __init__(self, rows: Tensor, coordinates: Tensor | None, k: int) -> None:
         n, width = rows.shape
-        self.rows, self.coordinates, self.k = rows.detach(), coordinates, k
+        self.rows, self.coordinates, self.k = rows, coordinates, k
         self.scale = scale_of(rows)
         self.best = torch.full((n, k), torch.inf, dtype=torch.float64, device=rows.device)
         self.index = torch.full((n, k), -1, dtype=torch.int64, device=rows.device)
@@ -306,8 +306,9 @@ class Search:
             known = (self.index[a] == b[:, None]).any(dim=1)
             a, b = a[~known], b[~known]
             if doubtful and len(a) >= PAIR_BLOCK and self.rows.dtype != torch.float64:
-                # The elementwise error is half a unit, that of the sum below sqrt(d) units: 1e-4 holds for any width.
-                keep = self._apart(a, b, torch.float32) * (1 - 1e-4) < self._limit(a)
+                # A difference is wrong by half a unit, their sum by no more units than there are columns.
+                margin = max(1e-4, self.rows.shape[1] * FLOAT32_UNIT)
+                keep = self._apart(a, b, torch.float32) * (1 - margin) < self._limit(a)
                 a, b = a[keep], b[keep]
             d2 = self._apart(a, b, torch.float64)
             keep = d2 < self.best[a, -1]

@@ -17,7 +17,7 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures import anisotropy, curvature, dimension, local, partition, paths  # noqa: F401
 from anisoscope.measures.base import Measure, Needs, Workspace, compute, lookup, registered
 from anisoscope.rows import as_rows
-from anisoscope.stats.precision import unrecorded
+from anisoscope.stats.precision import in_full_precision, unrecorded
 
 OWN = __name__.partition(".")[0] + "."
 
@@ -35,6 +35,7 @@ class Table(dict[str, Estimate]):
         return "\n".join(f"{name:<{width}}  {str(value).removeprefix('Estimate: ')}" for name, value in self.items())
 
 
+@in_full_precision
 def measure(
     rows: RowsLike,
     names: str | Iterable[str] | Mapping[str, Mapping[str, Any]],

@@ -216,7 +216,7 @@ def _from_gguf(source: Source, dtype: torch.dtype) -> tuple[Any, Any, list[Path]
         raise ModelError(f"{source.path} needs two more packages; pip install 'anisoscope[gguf]'")
     folder, file = source.path.parent, source.path.name
     # A progress bar that asks no one whether it is wanted is drawn there.
-    with _named(str(source.path)), contextlib.redirect_stderr(io.StringIO()), _asked_once():
+    with _asked_once(), _named(str(source.path)), contextlib.redirect_stderr(io.StringIO()):
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, local_files_only=True)
     return model, tokenizer, [source.path], ["weights were dequantised from GGUF"]
@@ -225,7 +225,8 @@ def _from_gguf(source: Source, dtype: torch.dtype) -> tuple[Any, Any, list[Path]
 @contextlib.contextmanager
 def _asked_once() -> Iterator[None]:
     """Of a GGUF file transformers has all fields read three times, for configuration, weights and tokenizer, and names
-    of tensors once for every module, which takes longer than the weights do. Inside, the same question is asked once.
+    of tensors once for every module, which takes longer than the weights do. Inside, the same question is asked once,
+    by one load at a time; for as long ``gguf.GGUFReader`` is a function to everybody.
     """
     import gguf
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -13,13 +15,41 @@ from torch import Tensor
 
 T = TypeVar("T")
 R = TypeVar("R")
+P = ParamSpec("P")
+
+
+class _OneSwitch(contextlib.AbstractContextManager["_OneSwitch"]):
+    """Products of float32 on a CPU are not made of bfloat16 or TF32 as long as any thread is inside, whatever
+    ``torch.set_float32_matmul_precision`` asks for: torch has one switch for all threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, "none"
+
+    def __enter__(self) -> _OneSwitch:
+        switch = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        with self._lock:
+            if self._inside == 0:
+                self._before = switch.fp32_precision
+                if self._before not in ("none", "ieee"):
+                    switch.fp32_precision = "ieee"
+            self._inside += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._before not in ("none", "ieee"):
+                torch.backends.mkldnn.matmul.fp32_precision = self._before  # type: ignore[attr-defined]
+
+
+_ON_CPU = _OneSwitch()
 
 
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Products of float32 are products of float32 inside: no autocast, no TF32; afterwards both are as they were."""
     if device.type != "cuda":
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False), _ON_CPU:
             yield
         return
     own, other = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
@@ -38,9 +68,29 @@ def full_precision(device: torch.device) -> Iterator[None]:
         own.fp32_precision, other.fp32_precision = before
 
 
+def device_of(rows: object) -> torch.device:
+    """Where a tensor lies; the CPU for whatever else rows come as."""
+    return rows.device if isinstance(rows, Tensor) else torch.device("cpu")
+
+
+def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """The same in ``full_precision`` where its first argument lies: what is measured in the midst of a training step
+    must not see how that computes."""
+
+    @wraps(function)
+    def precise(*args: P.args, **kwargs: P.kwargs) -> R:
+        with full_precision(device_of(args[0] if args else None)):
+            return function(*args, **kwargs)
+
+    return precise
+
+
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many threads for what torch does on a CPU inside; afterwards as many as before."""
+    """So many threads for what torch does on a CPU inside; afterwards as many as before.
+
+    A thread that asks torch for something for the first time meanwhile has as many too, and keeps them.
+    """
     before = torch.get_num_threads()
     if before == count:
         yield
@@ -74,10 +124,10 @@ def unrecorded(device: torch.device) -> contextlib.AbstractContextManager[object
 
 def as_here(act: Callable[[T], R]) -> Callable[[T], R]:
     """The same for other threads, with gradients kept or not as in this one: torch asks each thread by itself."""
-    off = torch.is_inference_mode_enabled()
+    off, kept = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def there(one: T) -> R:
-        with torch.inference_mode(off):
+        with torch.inference_mode(off), torch.set_grad_enabled(kept):
             return act(one)
 
     return there

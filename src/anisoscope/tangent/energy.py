@@ -18,6 +18,7 @@ from anisoscope.errors import DegenerateError, ShapeError, choose
 from anisoscope.estimate import Estimate
 from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.stats.moments import Moments, gram
+from anisoscope.stats.precision import in_full_precision
 from anisoscope.tangent.controls import (
     CONTROL_KINDS,
     check_basis,
@@ -92,6 +93,7 @@ def _squares(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n"]:
     return torch.linalg.vector_norm(rows, dim=1).double().square()
 
 
+@in_full_precision
 def energy_share(
     gradients: Float[Tensor, "n d"], basis: Float[Tensor, "d k"], *, groups: Int[Tensor, "g"] | None = None
 ) -> Estimate:
@@ -173,6 +175,7 @@ class EnergyTest:
         return {name: replace(value, notes=(*value.notes, f"B={draws}")) for name, value in named.items()}
 
 
+@in_full_precision
 def energy_test(
     gradients: Float[Tensor, "n d"],
     basis: Float[Tensor, "d k"],

@@ -28,6 +28,7 @@ from anisoscope.axes import MaskLike, RowsLike
 from anisoscope.errors import DegenerateError, OptionError, ShapeError, TooFewRowsError, choose
 from anisoscope.measures.dimension import two_nn
 from anisoscope.rows import Rows
+from anisoscope.stats.precision import in_full_precision
 from anisoscope.tangent.cloud import Cloud
 from anisoscope.tangent.ica import fast_ica
 from anisoscope.tangent.kmeans import k_means
@@ -61,6 +62,7 @@ class Proxy:
         return self.basis.shape[0]
 
 
+@in_full_precision
 def fit_proxy(
     rows: RowsLike | Rows | Cloud,
     kind: str,
