@@ -7,6 +7,7 @@ Every naive formula named here is shown to fail on the same data in the same tes
 
 import math
 import threading
+from contextlib import nullcontext
 from fractions import Fraction
 
 import numpy as np
@@ -28,6 +29,7 @@ from anisoscope.errors import (
 from anisoscope.measures import base, local, spectrum, table
 from anisoscope.measures.plan import Plan
 from anisoscope.rows import as_rows, of_unit_size
+from anisoscope.stats import precision
 from anisoscope.stats.precision import full_precision
 from anisoscope.theory import manifolds
 
@@ -956,6 +958,16 @@ def test_neighbours_in_the_precision_of_a_training_step(k, medium):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = an.nearest_neighbors(rows, k, plan=plan).distances
         torch.testing.assert_close(found, truth, rtol=1e-12, atol=0.0)
+
+
+def test_precision_is_that_of_where_the_rows_lie_however_they_are_given(monkeypatch):
+    asked = []
+    monkeypatch.setattr(precision, "full_precision", lambda device: (asked.append(device.type), nullcontext())[1])
+    same = precision.in_full_precision(lambda *rows, **named: None)
+    same(torch.zeros(1, device="meta"))
+    same(rows=torch.zeros(1, device="meta"))
+    same([1.0], k=2)
+    assert asked == ["meta", "meta", "cpu"]
 
 
 def test_the_switch_of_precision_is_back_when_the_last_thread_is_out(medium):

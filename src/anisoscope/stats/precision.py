@@ -74,12 +74,13 @@ def device_of(rows: object) -> torch.device:
 
 
 def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """The same in ``full_precision`` where its first argument lies: what is measured in the midst of a training step
-    must not see how that computes."""
+    """The same in ``full_precision`` where the first tensor given to it lies: what is measured in the midst of a
+    training step must not see how that computes."""
 
     @wraps(function)
     def precise(*args: P.args, **kwargs: P.kwargs) -> R:
-        with full_precision(device_of(args[0] if args else None)):
+        tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        with full_precision(device_of(next(tensors, None))):
             return function(*args, **kwargs)
 
     return precise
