@@ -5,6 +5,7 @@ import pickle
 import random
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -406,3 +407,14 @@ def test_a_gguf_file_is_read_once(tmp_path, monkeypatch, capfd):
     with pytest.raises(ModelError):
         load_model(tmp_path)
     assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (Counted, counted)
+
+
+@pytest.mark.filterwarnings("ignore")  # Python has one list of filters for all threads
+def test_two_loads_of_gguf_at_once_leave_the_standard_error_as_it_was(tmp_path):
+    """Each hides it for a while; one that hid it before its turn would give back what the other had put there."""
+    write_gguf(tmp_path / "m.gguf", build("llama"))
+    before = sys.stderr
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(load_model, [tmp_path, tmp_path]))
+    assert sys.stderr is before
+    assert torch.equal(found[0].model.lm_head.weight, found[1].model.lm_head.weight)
