@@ -409,6 +409,40 @@ def test_a_gguf_file_is_read_once(tmp_path, monkeypatch, capfd):
     assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (Counted, counted)
 
 
+def test_quick_gguf_reads_what_the_library_reads(tmp_path):
+    """Every field and, for several ways of packing, every weight; what is cut short fails as it does there."""
+    gguf = pytest.importorskip("gguf")
+    from anisoscope.models import gguf_files
+
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_array("a.texts", ["", "é", "two words", "\0"])
+    writer.add_array("a.integers", [3, -1, 7])
+    writer.add_array("a.floats", [0.5, -2.0])
+    writer.add_array("a.truths", [True, False, True])
+    values = np.random.default_rng(0).standard_normal((5, 67, 64)).astype(np.float32)
+    for kind in ("Q4_1", "Q8_0", "BF16"):
+        number = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(f"{kind}.weight", gguf.quants.quantize(values, number), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    plain, quick = gguf.GGUFReader(path), gguf_files.quick_reader(gguf.GGUFReader)(path)
+    assert list(plain.fields) == list(quick.fields)
+    for name, field in plain.fields.items():
+        assert (field.types, field.contents()) == (quick.fields[name].types, quick.fields[name].contents()), name
+    dequantize = gguf_files.in_wide_rows(gguf.dequantize)
+    for one, other in zip(plain.tensors, quick.tensors, strict=True):
+        expected, found = gguf.dequantize(one.data, one.tensor_type), dequantize(other.data, other.tensor_type)
+        assert one.name == other.name and np.array_equal(expected, found)
+    whole = path.read_bytes()
+    for end in range(24, whole.index(b"Q8_0"), 7):
+        path.write_bytes(whole[:end])
+        with pytest.raises((ValueError, IndexError, KeyError)):
+            gguf_files.quick_reader(gguf.GGUFReader)(path)
+
+
 @pytest.mark.filterwarnings("ignore")  # Python has one list of filters for all threads
 def test_two_loads_of_gguf_at_once_leave_the_standard_error_as_it_was(tmp_path):
     """Each hides it for a while; one that hid it before its turn would give back what the other had put there."""

@@ -11,11 +11,9 @@ import io
 import json
 import pickle
 import random
-import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ import torch
 from torch import nn
 
 from anisoscope.errors import ModelError, OptionError, unknown_name
+from anisoscope.models.gguf_files import quick_gguf
 from anisoscope.models.llama2c import find_tokenizer, load_llama2c, load_tokenizer, read_header
 from anisoscope.models.sources import Source, fingerprint, first_line, resolve
 
@@ -49,8 +48,6 @@ TOKENIZER_FILES = (
 )
 SPARE_PARTS = ("pooler.",)
 """Parts that sentence encoders drop when they are saved and that no site looks at."""
-
-_ASKING = threading.Lock()  # one load at a time stands between transformers and gguf
 
 
 @dataclass(frozen=True)
@@ -216,29 +213,20 @@ def _from_gguf(source: Source, dtype: torch.dtype) -> tuple[Any, Any, list[Path]
         raise ModelError(f"{source.path} needs two more packages; pip install 'anisoscope[gguf]'")
     folder, file = source.path.parent, source.path.name
     # A progress bar that asks no one whether it is wanted is drawn there.
-    with _asked_once(), _named(str(source.path)), contextlib.redirect_stderr(io.StringIO()):
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype, local_files_only=True)
+    with quick_gguf(), _named(str(source.path)), contextlib.redirect_stderr(io.StringIO()):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, dtype=dtype, local_files_only=True, **_dequantised()
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, local_files_only=True)
     return model, tokenizer, [source.path], ["weights were dequantised from GGUF"]
 
 
-@contextlib.contextmanager
-def _asked_once() -> Iterator[None]:
-    """Of a GGUF file transformers has all fields read three times, for configuration, weights and tokenizer, and names
-    of tensors once for every module, which takes longer than the weights do. Inside, the same question is asked once,
-    by one load at a time; for as long ``gguf.GGUFReader`` is a function to everybody.
-    """
-    import gguf
+def _dequantised() -> dict[str, Any]:
+    """Newer transformers leave weights of some families packed, for kernels that they fetch and run: not here."""
+    import transformers
 
-    with _ASKING:
-        plain = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-        try:
-            for name, function in plain.items():
-                setattr(gguf, name, cache(function))
-            yield
-        finally:
-            for name, function in plain.items():
-                setattr(gguf, name, function)
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def _from_llama2c(source: Source, dtype: torch.dtype) -> tuple[Any, Any, list[Path], list[str]]:
