@@ -48,6 +48,7 @@ JACOBI, GRAMS = "tests/test_small_eigh.py", "tests/test_grams.py"
 WAITS, TYPES = "tests/test_waits.py", "tests/test_type_kernel.py"
 SHARING, BANDS = "tests/test_stacked_sharing.py", "tests/test_band_forms.py"
 RESIDUES, INTEGERS = "tests/test_residues.py", "tests/test_integers.py"
+SHAPES, LOADING, KEPT = "tests/test_figures.py", "tests/test_models_load.py", "tests/test_shares.py"
 CODED, ALL = "measures/integers.py", "measures/all_pairs.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
@@ -417,12 +418,14 @@ MUTANTS = [
     Mutant("measures/stacked.py", "flags.append(unseen <= LOST", "flags.append(unseen >= 0 * LOST", (STACKED,)),
     Mutant(
         "measures/stacked.py",
-        "values > values[:, :1] * GRAM_LIMIT, values, 0.0",
-        "values > -1, values, 0.0",
+        "values *= values > values[:, :1] * GRAM_LIMIT",
+        "values *= values > -1",
         (STACKED,),
     ),
     Mutant("measures/stacked.py", "torch.add(held.log(), inner, alpha=2)", "torch.add(held.log(), inner)", (STACKED,)),
-    Mutant("measures/stacked_spectra.py", "(a[:, None] + b[:, None]", "(a[:, None] - b[:, None]", (STACKED,)),
+    Mutant(
+        "measures/stacked_spectra.py", "addcmul(a[:, None], b[:, None]", "addcmul(a[:, None], -b[:, None]", (STACKED,)
+    ),
     Mutant("measures/stacked_spectra.py", "self.vectors[:, :, -1:]", "self.vectors[:, :, :1]", (STACKED,)),
     Mutant(
         "kernels/nearest.py",
@@ -597,8 +600,8 @@ MUTANTS = [
     Mutant("measures/stacked_sums.py", "cells.counts.sqrt()[:, None]", "1.0", (SHARING,)),
     Mutant(
         "measures/stacked_sums.py",
-        "_runs(rows).flatten(1, 2) - seen",
-        "_runs(centred.rows).flatten(1, 2) - 0 * seen",
+        "torch.sub(blocks, seen.mean[:, None, None], out=some)",
+        "some.copy_(_runs(centred.rows))",
         (SHARING,),
     ),
     Mutant("measures/stacked_sums.py", "torch.maximum(seen.size, largest.float())", "seen.size", (KERNELS,), "visits"),
@@ -658,6 +661,36 @@ MUTANTS = [
     Mutant(ALL, "            each(_Visitor.settle_all, visitors)\n", "", (INTEGERS,)),
     Mutant(ALL, "plan.integers and search.scale == 1", "plan.integers", (INTEGERS,)),
     Mutant(CODED, "TINY = 1e-36", "TINY = 0.0", (INTEGERS,)),
+    Mutant("measures/spectrum.py", "divided.diagonal(at * few)", "divided.diagonal()", (ORACLES,), "trace_function"),
+    Mutant("measures/spectrum.py", "gap.abs() < 1e-5 * both", "gap.abs() < 0 * both", (ORACLES,), "trace_function"),
+    Mutant(
+        "measures/spectrum.py", "divided[close] = bend(", "divided[close] = 0 * bend(", (ORACLES,), "trace_function"
+    ),
+    Mutant("measures/bars.py", "torch.ones_like(weights), found.values)", "found.values, found.values)", (PROFILE,)),
+    Mutant("measures/bars.py", "torch.sub(part.to(dtype), high, out=here)", "here.copy_(part)", (INVARIANCES,), "bars"),
+    Mutant(A, "unit = trace / (n - 1)", "unit = trace / n", (ORACLES,)),
+    Mutant(D, "rising = tied / d - ", "rising = -", (ORACLES,), "gride"),
+    Mutant("views/shape.py", "means[0] = -np.inf", "means[0] = 0.0", (SHAPES,)),
+    Mutant("views/shape.py", "total[live] += wu * wl / joint", "total[live] += wu", (SHAPES,)),
+    Mutant("views/shape.py", "top[live] = at = below", "at = below", (SHAPES,)),
+    Mutant("sampling.py", "            alike.discard(site.name)\n", "", (PROFILE,)),
+    Mutant("sampling.py", "and torch.equal(paths, seen[before.name])", "and True", (PROFILE,)),
+    Mutant("profiling.py", "last.of_site(name) if name in again", "last if name in again", (PROFILE,)),
+    Mutant(
+        "profiling.py", "        other.curves += (replace(one, site=site) for one in self.curves)\n", "", (PROFILE,)
+    ),
+    Mutant("models/sources.py", "            over.set()\n", "            pass\n", (LOADING,), "beside_loading"),
+    Mutant("models/sources.py", "digest.update(room[:size])", "digest.update(room)", (LOADING,), "beside_loading"),
+    Mutant("models/gguf_files.py", 'str(value, "utf-8")', 'str(value, "latin-1")', (LOADING,), "gguf"),
+    Mutant(
+        "models/gguf_files.py", "                setattr(module, name, plain)\n", "                pass\n", (LOADING,)
+    ),
+    Mutant("commands/common.py", "and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)", "", (KEPT,), "keep"),
+    Mutant(
+        "commands/common.py", "if any(name in os.environ for name in ALLOCATOR_WISHES)", "if False", (KEPT,), "keep"
+    ),
+    Mutant("cli.py", "        atexit._run_exitfuncs()\n", "", ("tests/test_cli.py",), "soon"),
+    Mutant("cli.py", "and not watched:", "and True:", ("tests/test_cli.py",), "soon"),
 ]
 
 

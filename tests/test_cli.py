@@ -152,6 +152,25 @@ class TestGood:
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip()
 
+    @pytest.mark.parametrize("heavy", ["import torch", "pass"])
+    @pytest.mark.parametrize("watched", ["sys.setprofile(lambda *_: None)", "sys.settrace(lambda *_: None)", "pass"])
+    def test_the_end_comes_soon_and_nothing_is_lost(self, heavy, watched, tmp_path):
+        """What is to be called at the end is called, what was said is written, and only then all is dropped at once;
+        not where that would save nothing, nor before the eyes of a profiler, which has something to say at the end."""
+        code = (
+            "import atexit, os, sys; from anisoscope.cli import leave\n"
+            "exit = os._exit; os._exit = lambda code: os.write(1, b'at once') and exit(code)\n"
+            "atexit.register(print, 'called')\n"
+            f"{heavy}; {watched}\n"
+            "print('said', end=' ')\n"
+            "leave(3)"
+        )
+        with (tmp_path / "out").open("w") as out:  # into a file, which is written when its buffer is full
+            done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, stdout=out, check=False)
+        assert done.returncode == 3
+        soon = "at once" if heavy != "pass" and watched == "pass" else ""
+        assert (tmp_path / "out").read_text() == f"said called\n{soon}"
+
     def test_measure(self, folder):
         """The numbers of the library on the same file, one line a measure."""
         names = ["two_nn", "spectral_ratio", "mean_cosine"]

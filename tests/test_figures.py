@@ -1,5 +1,6 @@
 """Figures hold exactly the numbers of the records; the test of shape is calibrated; figures for papers are files."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -50,6 +51,20 @@ def test_fits_agree_with_the_min_max_formula(seed):
     best = shape._best_bell(y[None], s[None])
     np.testing.assert_allclose(best.prominence[0], fit.max() - max(fit[0], fit[-1]), atol=1e-12)
     assert fit[best.peak[0]] == fit.max()
+
+
+def test_many_profiles_at_once_are_each_fitted_as_if_alone(seed):
+    """Every prefix of every row, ties and rows that never fall or never rise among them."""
+    rng = np.random.default_rng(seed)
+    y, w = rng.standard_normal((7, 6)), rng.uniform(0.3, 3, (7, 6))
+    y[1], y[2], y[3], y[4] = np.sort(y[1]), -np.sort(y[2]), np.round(y[3]), 0.0
+    found = shape._rising_prefixes(y, w)
+    assert (found.misfit[:, 0] == 0).all() and (found.first[:, 0] == -np.inf).all()
+    for row, k in itertools.product(range(7), range(1, 7)):
+        fit = slow_rising(y[row, :k], w[row, :k])
+        left = (w[row, :k] * (y[row, :k] - fit) ** 2).sum()
+        got = [part[row, k] for part in found]
+        np.testing.assert_allclose(got, [left, fit[0], fit[-1]], rtol=1e-12, atol=1e-12)
 
 
 def test_shape_of_exact_profiles():

@@ -106,6 +106,17 @@ def test_far_scales_give_the_value_or_an_error_and_never_another_value(name, dty
     np.testing.assert_allclose(got, want * factor, rtol=1e-2 if name == "curvature" else 1e-4)
 
 
+@pytest.mark.parametrize("name", ["spectral_ratio", "stable_rank", "effective_rank", "participation_ratio", "isoscore"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_error_bars_do_not_see_the_mean(name, dtype, one_seed):
+    """Rows on a grid, so that moving them rounds nothing in float32."""
+    rng = np.random.default_rng(one_seed)
+    rows = np.round(rng.standard_normal((600, 5)) * [300, 200, 100, 90, 50]).astype(dtype)
+    here, there = (getattr(an, name)(rows + far).stderr for far in (0, 4096))
+    assert here is not None
+    np.testing.assert_allclose(there, here, rtol=1e-4)
+
+
 GARBAGE = (0.0, np.nan, np.inf, -np.inf, 1.7e308, -5e-324, 3.0)
 
 

@@ -1,11 +1,13 @@
 """Loading: what comes back is what was saved, nothing is disturbed on the way, and bad sources are told apart."""
 
+import hashlib
 import json
 import pickle
 import random
 import shutil
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from test_models_llama2c import DATA, stories
 from tiny_models import KNOWN, T5, Known, build, token_ids
 
 from anisoscope.errors import ModelError, OptionError
+from anisoscope.models import sources
 from anisoscope.models.load import load_model
 from anisoscope.models.sites import discover
 
@@ -59,6 +62,35 @@ def test_the_hash_follows_the_weights_and_nothing_else(folder, tmp_path):
     first.model.model.norm.weight.data[0] += 1
     first.model.save_pretrained(copy)
     assert load_model(copy).source_hash != first.source_hash
+
+
+def test_files_are_hashed_beside_loading_and_nobody_waits_after_an_error(tmp_path, monkeypatch):
+    files = [tmp_path / "b", tmp_path / "a"]
+    for size, file in zip((0, 50), files, strict=True):
+        file.write_bytes(bytes(range(size)))
+    monkeypatch.setattr(sources, "HASHED_BYTES", 7)
+    lines = [f"{file.name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n" for file in sorted(files)]
+    with sources.beside_fingerprint(files) as found:
+        assert found() == sources.fingerprint(files) == hashlib.sha256("".join(lines).encode()).hexdigest()
+    with pytest.raises(CancelledError):
+        sources.fingerprint(files, lambda: True)
+
+    ended = []
+
+    def long(paths, given_up):
+        until = time.monotonic() + 20
+        while not given_up() and time.monotonic() < until:
+            time.sleep(0.001)
+        ended.append(given_up())
+
+    monkeypatch.setattr(sources, "fingerprint", long)
+    with pytest.raises(KeyError), sources.beside_fingerprint(files):
+        raise KeyError
+    assert ended == [True]
+    with pytest.raises(FileNotFoundError):
+        monkeypatch.undo()
+        with sources.beside_fingerprint([tmp_path / "gone"]) as found:
+            found()
 
 
 def test_dtype_and_device_are_obeyed(folder):
@@ -436,6 +468,14 @@ def test_quick_gguf_reads_what_the_library_reads(tmp_path):
     for one, other in zip(plain.tensors, quick.tensors, strict=True):
         expected, found = gguf.dequantize(one.data, one.tensor_type), dequantize(other.data, other.tensor_type)
         assert one.name == other.name and np.array_equal(expected, found)
+    utils = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+    parse = gguf_files.texts_at_once(utils._gguf_parse_value)
+    for name, field in plain.fields.items():
+        other = quick.fields[name]
+        expected = [utils._gguf_parse_value(field.parts[at], field.types) for at in field.data]
+        assert [parse(other.parts[at], other.types) for at in other.data] == expected, name
+    mapped = gguf_files.as_plain_array(lambda path: np.memmap(path, mode="r", dtype=np.uint8))(path)
+    assert type(mapped) is np.ndarray and mapped.tobytes() == path.read_bytes()
     whole = path.read_bytes()
     for end in range(24, whole.index(b"Q8_0"), 7):
         path.write_bytes(whole[:end])

@@ -16,7 +16,8 @@ import torch
 
 import anisoscope as an
 from anisoscope.errors import DuplicateRowsError, OptionError, UnknownNameError
-from anisoscope.measures import base
+from anisoscope.measures import base, dimension
+from anisoscope.measures import spectrum as spectra
 from anisoscope.measures.neighbors import nearest_neighbors
 from anisoscope.measures.plan import Plan, choose_plan
 from anisoscope.measures.search import distances_within
@@ -866,3 +867,31 @@ def test_mean_cosine_over_blocks_parts_and_a_rest(n, dtype, one_seed):
     unit = torch.nn.functional.normalize(rows.double(), dim=1)  # all pairs at once: the pair by pair oracle is too slow
     truth = (float((unit @ unit.T).sum()) - n) / (n * (n - 1))
     assert found.n == n and found.value == pytest.approx(truth, abs=1e-12 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("together", [1, 20, 1 << 16])
+def test_the_bias_of_a_trace_function_is_its_double_sum(seed, monkeypatch, together):
+    """However many pairs are looked at at a time; eigenvalues that meet, nearly meet, and vanish among them."""
+    monkeypatch.setattr(spectra, "PAIRS_TOGETHER", together)
+    rng = np.random.default_rng(seed)
+    values = np.sort(np.r_[rng.uniform(0.1, 3, 9), 1.0, 1.0, 1.0 + 1e-7, 0.0])[::-1].copy()
+    slope, bend = (lambda x: 0.5 / x**0.5), (lambda x: -0.25 / x**1.5)
+    total = 0.0
+    for i, a in enumerate(values[:-1]):
+        for j, b in enumerate(values[:-1]):
+            divided = (slope(a) - slope(b)) / (a - b) if abs(a - b) > 1e-4 else bend((a + b) / 2)
+            total += divided * a * b * (1 + (i == j))
+    got = spectra.trace_bias(torch.from_numpy(values), slope, bend, 50)
+    agree(got, total / 100, 1e-9)
+    assert spectra.trace_bias(torch.zeros(3, dtype=torch.float64), slope, bend, 50) == 0
+
+
+@pytest.mark.parametrize("scale", [1, 3])
+def test_gride_of_tied_distances_is_the_root_of_its_score(seed, scale):
+    """Where ``mu`` is 1 a term of the score is the limit of the others: they are counted, and not left out."""
+    logs = np.random.default_rng(seed).exponential(0.2, 40)
+    logs[:15] = 0.0
+    d = dimension._gride_root(torch.from_numpy(logs), scale)
+    near = [1 / d if x == 0 else x / (1 - math.exp(-d * x)) for x in logs]
+    terms = [39 / d, (scale - 1) * sum(near), -(2 * scale - 1) * logs.sum()]
+    agree(sum(terms), 0, 0, 1e-9 * max(map(abs, terms)))

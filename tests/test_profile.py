@@ -6,16 +6,22 @@ import statistics
 
 import pytest
 import torch
-from tiny_checkpoints import LAYERS, WIDTH, save_decoder
+import transformers
+from tiny_checkpoints import LAYERS, VOCABULARY, WIDTH, save_decoder
 
 import anisoscope as an
+from anisoscope import profiling
 from anisoscope.errors import OptionError, TooFewTokensError, UnknownNameError
 from anisoscope.estimate import Estimate
 from anisoscope.models.load import load_model
+from anisoscope.models.site import Site
 from anisoscope.profiling import ProfileOptions, over_batches, profile_model
+from anisoscope.rows import Chunk
+from anisoscope.sampling import collect_sample
 from anisoscope.slices import ALL, NO_MASSIVE, NO_POSITION_0, massive_dimensions
 from anisoscope.stats.reservoir import Reservoir
-from anisoscope.text.batches import token_batches
+from anisoscope.stats.turns import Turns
+from anisoscope.text.batches import Batch, token_batches
 from anisoscope.text.corpus import load_corpus
 from anisoscope.text.tokens import HFTokenizer
 
@@ -90,6 +96,9 @@ def test_moment_measures_are_those_of_the_hidden_states(found, states, site, mea
     assert one.parts["mean over batches"].value == pytest.approx(statistics.fmean(each), rel=1e-6)
     assert one.parts["sd over batches"].value == pytest.approx(statistics.stdev(each), rel=1e-4)
     assert one.parts["sd over batches"].n == 4
+    kept = Reservoir.empty(OPTIONS.vectors, WIDTH, seed=OPTIONS.seed).update(states[site])
+    bar = getattr(an, measure)(kept.rows[kept.stream_order()]).stderr  # over blocks of the text
+    assert one.stderr == (None if bar is None else pytest.approx(bar, rel=1e-4))
 
 
 @pytest.mark.parametrize("site", ["resid.1", "final_norm"])
@@ -198,6 +207,58 @@ def test_curves(found):
     assert sum(curve.y) == pytest.approx(1)  # width 32: no rank is thinned out
     assert scales["resid.2"].x == (1, 2, 4, 8, 16)
     assert scales["resid.2"].y[0] == estimate(found, "resid.2", "gride").value
+
+
+def test_a_site_that_holds_the_same_as_the_one_before_is_measured_once(tmp_path, batches, monkeypatch):
+    """A Llama does nothing to its embedding before the first layer; a GPT-2 adds positions."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=VOCABULARY)).save_pretrained(tmp_path)
+    measured, plain = [], profiling._measure_site
+
+    def counted(book, site, *rest):
+        measured.append(site)
+        plain(book, site, *rest)
+
+    monkeypatch.setattr(profiling, "_measure_site", counted)
+    loaded = load_model(tmp_path)
+    found = profile_model(loaded, batches, OPTIONS, run="r")
+    assert sorted(measured) == ["embed", "final_norm", "resid.1"]
+    alone = profile_model(loaded, batches, dataclasses.replace(OPTIONS, sites=("resid.0",)), run="r")
+    for kind in ("records", "curves"):
+        same = [one for one in getattr(found, kind) if one.site == "resid.0"]
+        assert same and same == list(getattr(alone, kind))
+
+
+def test_sites_part_where_they_come_to_differ():
+    """Alike in the first batch and the last; each has its own rows and angles all the same."""
+    torch.manual_seed(0)
+    table = torch.randn(9, 4)
+    seen = []
+
+    class Late(torch.nn.Module):
+        def forward(self, ids):
+            x = self.embed(ids)
+            seen.append((x, x + (len(seen) == 1)))
+            return self.last(self.layer(seen[-1][1]))
+
+    model = Late()
+    model.embed = torch.nn.Embedding.from_pretrained(table)
+    model.layer, model.last = torch.nn.Identity(), torch.nn.Identity()
+    places = (("embed", None, "embed", "output"), ("resid", 0, "layer", "input"), ("resid", 1, "last", "input"))
+    names = ("embed", "resid.0", "resid.1")
+    sites = [Site(name, *place) for name, place in zip(names, places, strict=True)]
+    ids = torch.randint(9, (3, 2, 5))
+    every = torch.ones(2, 5, dtype=torch.bool)
+    batches = [Batch(one, every, ~every, torch.arange(5).expand(2, 5)) for one in ids]
+    sample = collect_sample(model, batches, sites, tokens=30, vectors=30, turns=True, seed=0, tell=lambda *_: None)
+    for place, name in enumerate(names):
+        paths = [both[min(place, 1)] for both in seen]
+        assert torch.equal(sample.states[name].rows, shuffled(torch.cat(paths).reshape(-1, 4), 30)), name
+        turns = Turns.empty()
+        for one in paths:
+            turns = turns.update(Chunk(one, every, 0, continues=False))
+        assert torch.equal(sample.turns[name].sums, turns.sums), name
+    assert sample.states["resid.1"] is sample.states["resid.0"] is not sample.states["embed"]
 
 
 def test_too_few_tokens_are_counted(loaded, batches):

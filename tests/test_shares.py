@@ -1,8 +1,10 @@
 """The sampler of benchmarks/shares.py: work of known kind is found as that kind. Commands collect garbage less."""
 
+import ctypes
 import gc
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -69,6 +71,46 @@ def test_commands_collect_garbage_less_often_unless_it_was_switched_off():
             assert gc.get_threshold()[0] == wish
     finally:
         gc.set_threshold(*before)
+
+
+FAULTS = """
+import ctypes, resource, sys
+from anisoscope.commands.common import keep_memory
+
+library = ctypes.CDLL(None)
+library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+library.memset.argtypes, library.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
+SIZE = 30 << 20
+
+def some():
+    blocks = [library.malloc(SIZE) for _ in range(4)]
+    for block in blocks:
+        library.memset(block, 1, SIZE)
+    for block in blocks:
+        library.free(block)
+
+taken = keep_memory() if sys.argv[1] == "kept" else None
+some()  # so that the allocator has found its own best size
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    some()
+print(taken, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no such wish")
+def test_commands_keep_memory_that_they_will_want_again():
+    def faults(*words, **more):
+        environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | more
+        command = [sys.executable, "-c", FAULTS, *words]
+        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+        taken, count = done.stdout.split()
+        return taken, int(count)
+
+    (taken, kept), (_, plain) = faults("kept"), faults("plain")
+    assert taken == "True"
+    assert kept < 40_000 < 400_000 < plain, "120 MB are 30,000 pages, and come once and not twenty times"
+    assert faults("kept", GLIBC_TUNABLES="glibc.malloc.arena_max=4")[0] == "False", "somebody has a wish already"
 
 
 def test_the_package_is_compiled_before_its_imports_are_timed(tmp_path, monkeypatch):

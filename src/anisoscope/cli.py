@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import re
 import sys
 from io import TextIOWrapper
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -98,12 +101,13 @@ def measure(
     seed: Annotated[int, typer.Option(help="Seed of samples and landmarks.", min=0)] = 0,
 ) -> None:
     """Measure the rows of a file, with error bars. Large files are read in one pass and never held in memory."""
+    if "linearity" in names:
+        raise OptionError("linearity compares two layers: call anisoscope.linearity(rows, next_rows) from Python")
+    rows = _open(file)  # first: what cannot be read is told before torch is imported
     import anisoscope
     from anisoscope.views.tables import estimate_table
 
-    if "linearity" in names:
-        raise OptionError("linearity compares two layers: call anisoscope.linearity(rows, next_rows) from Python")
-    table = anisoscope.measure(_open(file), names, seed=seed)
+    table = anisoscope.measure(rows, names, seed=seed)
     Console().print(estimate_table(table, str(file)))
 
 
@@ -133,7 +137,7 @@ def _open(file: Path):  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    """Entry point: bad input becomes one line and exit code 2."""
+    """Entry point, which ends the process: bad input becomes one line and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal without ± gets a question mark, not a traceback
             stream.reconfigure(errors="replace")
@@ -141,7 +145,26 @@ def main() -> None:
         app()
     except AnisoscopeError as error:
         print("anisoscope:", " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+        leave(2)
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            leave(ended.code or 0)
+        raise
+
+
+def leave(code: int) -> NoReturn:
+    """End the process, soon: to take apart all that torch and transformers have made takes Python most of a second.
+
+    What wants to be called at the end is called, what was said is written, and the system takes the rest.
+    """
+    watched = sys.getprofile() is not None or sys.gettrace() is not None  # by somebody who has something to say
+    if "torch" in sys.modules and not watched:
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError):  # nobody reads any more, which Python knows how to say
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

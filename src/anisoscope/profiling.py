@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from anisoscope.measures.spectrum import spectrum
 from anisoscope.measures.table import measure
 from anisoscope.models.load import LoadedModel
 from anisoscope.models.sites import Site, discover, select
+from anisoscope.rows import all_finite, non_finite_rows
 from anisoscope.runs.records import Curve, Failure, Record
 from anisoscope.sampling import Progress, Sample, collect_sample
 from anisoscope.slices import (
@@ -151,6 +153,14 @@ class _Book:
         self.failures += other.failures
         self.curves += other.curves
 
+    def of_site(self, site: str) -> _Book:
+        """The same findings of another site."""
+        other = _Book(self.run, self.step, self.cell)
+        other.records += (replace(one, site=site) for one in self.records)
+        other.failures += (replace(one, site=site) for one in self.failures)
+        other.curves += (replace(one, site=site) for one in self.curves)
+        return other
+
     def place(self, site: str) -> dict[str, Any]:
         return {"run": self.run, "step": self.step, "cell": self.cell, "site": site}
 
@@ -208,8 +218,12 @@ def _each_site(book: _Book, sites: Sequence[Site], sample: Sample, options: Prof
     """Measure sites side by side, a thread each, and yield their books in the order of the sites.
 
     Every thread computes on one core. That keeps all cores busy where one measure could not, and makes numbers
-    independent of how many there are.
+    independent of how many there are. Sites that share their state with the one before them are not measured again.
     """
+    names = [site.name for site in sites]
+    again = {name for before, name in pairwise(names) if sample.states[name] is sample.states[before]}
+    for name in again:
+        del sample.states[name]
 
     def one(site: str) -> _Book:
         torch.set_num_threads(1)  # of this thread
@@ -218,15 +232,19 @@ def _each_site(book: _Book, sites: Sequence[Site], sample: Sample, options: Prof
         return own
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        yield from pool.map(one, [site.name for site in sites])
+        found = pool.map(one, [name for name in names if name not in again])
+        last = _Book(book.run, book.step, book.cell)
+        for name in names:
+            last = last.of_site(name) if name in again else next(found)
+            yield last
 
 
 def _measure_site(book: _Book, site: str, state: Reservoir, sample: Sample, options: ProfileOptions) -> None:
     rows = state.rows
-    bad = ~torch.isfinite(rows).all(dim=1)
-    if bool(bad.any()):
+    if not all_finite(rows):
+        bad = len(non_finite_rows(rows))
         for name in options.measures:
-            book.attempt(site, name, ALL, partial(_not_finite, int(bad.sum()), len(rows)))
+            book.attempt(site, name, ALL, partial(_not_finite, bad, len(rows)))
         return
     needs = {name: lookup(name).needs(**OPTIONS.get(name, {})) for name in options.measures}
     whole = [name for name, need in needs.items() if not (need.points or need.neighbors or need.turns)]

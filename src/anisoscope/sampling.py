@@ -48,6 +48,8 @@ def collect_sample(
     """Stream batches through the model and keep a uniform sample of ``vectors`` measured tokens at every site.
 
     It ends once ``tokens`` were measured. With ``turns`` the angles along the token paths are summed on the way.
+    A site that holds the same as the one before it, as the first layer's input does where nothing is done to the
+    embedding, shares its state.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total = len(batches) if isinstance(batches, Sized) else 0
@@ -56,6 +58,7 @@ def collect_sample(
     angles = {site.name: Turns.empty() for site in sites}
     places = Reservoir.empty(vectors, 1, seed=seed, dtype=torch.float64)
     seconds = 0.0
+    alike = {site.name for site in sites[1:]}
     for number, batch in enumerate(batches):
         tell("running the model", number, total)
         mask = measured_mask(batch)
@@ -63,8 +66,12 @@ def collect_sample(
         seen = forward(model, batch, sites, device=device)
         seconds += time.perf_counter() - began
         places = places.update(batch.positions[mask].double()[:, None])
-        for site in sites:
+        for before, site in zip((*sites[:1], *sites), sites, strict=False):
             paths = seen[site.name]
+            if site.name in alike and torch.equal(paths, seen[before.name]):
+                states[site.name], angles[site.name] = states[before.name], angles[before.name]
+                continue
+            alike.discard(site.name)
             if site.name not in states:
                 dtype = torch.float64 if paths.dtype == torch.float64 else torch.float32
                 width = paths.shape[-1]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from anisoscope.commands.common import collect_less, report_of, split_names, ticking
+from anisoscope.commands.common import long_work, report_of, split_names, ticking
 from anisoscope.errors import OptionError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def profile(
     no_report: NoReport = False,
 ) -> None:
     """Measure every layer of one or more models and write the report: `anisoscope profile MODEL [MODEL ...]`."""
-    collect_less()
+    long_work()
     from anisoscope.sweep import cells_of, new_run
 
     options = _options(measures, sites, tokens, vectors, batch_vectors, sequence_length, seed)
@@ -92,7 +92,7 @@ def sweep(
     no_report: NoReport = False,
 ) -> None:
     """Profile many models, revisions or folders of checkpoints into one run; a cell that fails stops no other."""
-    collect_less()
+    long_work()
     from anisoscope.sweep import cells_of
 
     options = _options(measures, sites, tokens, vectors, batch_vectors, sequence_length, seed)

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from anisoscope.commands.common import report_of, source_of
+from anisoscope.commands.common import long_work, report_of, source_of
 from anisoscope.errors import AnisoscopeError, RunError, unknown_name
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def theory(
     if list_:
         console.print(list_table(listed(names or ())))
         return
+    long_work()
     from anisoscope.runs.files import DATABASE
     from anisoscope.runs.provenance import provenance
     from anisoscope.runs.store import RunWriter

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from anisoscope.commands.common import collect_less, report_of, split_names
+from anisoscope.commands.common import long_work, report_of, split_names
 from anisoscope.errors import AnisoscopeError, OptionError, RunNotFoundError, UnknownNameError, choose
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def train(
 
     `anisoscope train demo`, `anisoscope train mine.yaml --out runs/mine`, `anisoscope train runs/mine --resume`.
     """
-    collect_less()
+    long_work()
     from anisoscope.train.recipe import load_recipe
 
     if resume and Path(recipe).is_dir():

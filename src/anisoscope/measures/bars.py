@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Workspace
-from anisoscope.measures.spectrum import Spectrum, spectrum
+from anisoscope.measures.spectrum import Spectrum
 from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.stats.moments import scratch
 
@@ -54,20 +54,32 @@ def spectral_estimate(
     """
     if not work.error_rows.enough:
         return Estimate(value=value, n=work.n, method=method, notes=found.notes, **fields(None))
-    influence = _on_axes(work, found, weights[:, None])[:, 0] - found.values @ weights
+    if work.cache.get(SHARE_SCORES) and "forms" not in work.cache:  # found on the way: scores are read once for all
+        score, *work.cache["forms"] = _on_axes(work, found, weights, torch.ones_like(weights), found.values)
+    else:
+        (score,) = _on_axes(work, found, weights)
+    influence = score - found.values @ weights
     bar, notes = unless_biased(work.error_rows.bar(influence), bias(), "the spectrum of a sample is spread out")
     return Estimate(value=value, n=work.n, method=method, notes=(*found.notes, *notes), **fields(bar))
 
 
-def _on_axes(work: Workspace, found: Spectrum, weights: Float[Tensor, "r w"]) -> Float[Tensor, "n w"]:
-    """``sum_k weights_k (u_k . y_i)^2`` of each row i for error bars: the dear product with the axes is made once."""
-    if "squared scores" not in work.cache:
-        y = centred_error_rows(work, float32=float(found.values[-1]) > FLOAT32_SPREAD * found.total)
-        axes, scores2 = found.vectors.to(y.dtype), scratch((len(y), found.vectors.shape[1]), y)
-        for part, out in zip(_pieces(y), _pieces(scores2), strict=True):
-            torch.mm(part, axes, out=out).square_()
-        work.cache["squared scores"] = scores2
-    return torch.cat([part.double() @ weights for part in _pieces(work.cache["squared scores"])])
+def _on_axes(work: Workspace, found: Spectrum, *weights: Float[Tensor, "r"]) -> list[Float[Tensor, "n"]]:
+    """``sum_k w_k (u_k . y_i)^2`` of each row i for error bars, for each w of ``weights``."""
+    # A vector at a time: for two or three at once libraries take a way that is made for many, and three times as long.
+    sums = [[scores2 @ one for one in weights] for scores2 in _squared_scores(work, found)]
+    return [torch.cat(parts) for parts in zip(*sums, strict=True)]
+
+
+def _squared_scores(work: Workspace, found: Spectrum) -> Iterator[Float[Tensor, "m r"]]:
+    """``(u_k . y_i)^2`` of the rows for error bars, a few at a time, in float64; the dear product is made once."""
+    if "squared scores" in work.cache:
+        yield from (part.double() for part in _pieces(work.cache["squared scores"]))
+        return
+    y = centred_error_rows(work, float32=float(found.values[-1]) > FLOAT32_SPREAD * found.total)
+    axes, scores2 = found.vectors.to(y.dtype), scratch((len(y), found.vectors.shape[1]), y)
+    for part, out in zip(_pieces(y), _pieces(scores2), strict=True):
+        yield torch.mm(part, axes, out=out).square_().double()
+    work.cache["squared scores"] = scores2
 
 
 def _pieces(rows: Float[Tensor, "n d"]) -> tuple[Tensor, ...]:
@@ -107,8 +119,7 @@ def _centred(rows: Float[Tensor, "n d"], mean: Float[Tensor, "d"], dtype: torch.
     low = (mean - high).to(dtype)
     out = scratch((len(rows), rows.shape[1]), rows, dtype)
     for part, here in zip(_pieces(rows), _pieces(out), strict=True):
-        here.copy_(part)
-        here.sub_(high)
+        torch.sub(part.to(dtype), high, out=here)
         if dtype != torch.float64:
             here.sub_(low)
     return out
@@ -119,9 +130,8 @@ def quadratic_forms(work: Workspace, covariance: Float[Tensor, "d d"]) -> tuple[
 
     Not wherever scores happen to be there: the last bits would then depend on what else is computed.
     """
-    if work.cache.get(SHARE_SCORES) and "squared scores" in work.cache:
-        found = spectrum(work)
-        radius2, form = _on_axes(work, found, torch.stack([torch.ones_like(found.values), found.values], dim=1)).T
+    if "forms" in work.cache:
+        radius2, form = work.cache["forms"]
         return radius2, form
     y = centred_error_rows(work, float32=True)
     return squared_lengths(y), (y @ covariance.to(y.dtype)).mul_(y).sum(dim=1, dtype=torch.float64)

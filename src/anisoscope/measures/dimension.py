@@ -342,10 +342,13 @@ def _gride_root(x: Float[Tensor, "m"], n: int) -> float:
     if len(x) < 2 or total <= 0:
         raise _no_ratios()
 
+    apart = x[x > 0]
+    tied = len(x) - len(apart)
+
     def score(d: float) -> float:
         # log mu / (1 - exp(-d log mu)), whose limit for tied distances (log mu = 0) is 1/d
-        rising = torch.where(x > 0, x / -torch.expm1(-d * x), 1 / d)
-        return (len(x) - 1) / d + (n - 1) * float(rising.sum()) - (2 * n - 1) * total
+        rising = tied / d - float((apart / (apart * -d).expm1_()).sum())
+        return (len(x) - 1) / d + (n - 1) * rising - (2 * n - 1) * total
 
     low = high = (digamma(2 * n) - digamma(n)) * len(x) / total  # matches the mean of log mu: already close
     while score(high) > 0:

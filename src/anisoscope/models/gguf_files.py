@@ -8,6 +8,7 @@ unpacked many at a time. Values and weights are the same, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import struct
 import sys
 import threading
@@ -26,27 +27,42 @@ _ASKING = threading.Lock()  # one load at a time stands between transformers and
 
 @contextlib.contextmanager
 def quick_gguf() -> Iterator[None]:
-    """Inside, ``gguf`` reads quickly, and one question is asked once, by one load at a time.
+    """Inside, files are read quickly, and one question is asked once, by one load at a time.
 
     transformers has all fields of a file read three times, for configuration, weights and tokenizer, and names of
-    tensors once for every module. For as long these names of ``gguf`` mean something else to everybody.
+    tensors once for every module. For as long the names in ``_slow`` mean something else to everybody.
     """
-    import gguf
-
+    before: list[tuple[Any, str, Any]] = []
     with _ASKING:
-        plain = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map", "dequantize")}
-        quick = {
-            "GGUFReader": cache(quick_reader(plain["GGUFReader"])),
-            "get_tensor_name_map": cache(plain["get_tensor_name_map"]),
-            "dequantize": in_wide_rows(plain["dequantize"]),
-        }
         try:
-            for name, function in quick.items():
-                setattr(gguf, name, function)
+            for place, name, quicker in _slow():
+                module = _module(place)
+                if hasattr(module, name):  # some are names of one version of transformers
+                    before.append((module, name, getattr(module, name)))
+                    setattr(module, name, quicker(before[-1][2]))
             yield
         finally:
-            for name, function in plain.items():
-                setattr(gguf, name, function)
+            for module, name, plain in before:
+                setattr(module, name, plain)
+
+
+def _slow() -> tuple[tuple[str, str, Callable[[Any], Any]], ...]:
+    """Modules, names in them, and what makes of each function one that gives the same sooner."""
+    return (
+        ("gguf", "GGUFReader", lambda plain: cache(quick_reader(plain))),
+        ("gguf", "get_tensor_name_map", cache),
+        ("gguf", "dequantize", in_wide_rows),
+        ("transformers.modeling_gguf_pytorch_utils", "_gguf_parse_value", texts_at_once),
+        ("transformers.integrations.gguf.reader", "_mapped", as_plain_array),
+    )
+
+
+def _module(name: str) -> Any:
+    """A module, or None where this version has no such."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
 
 
 def quick_reader(plain: Any) -> Any:
@@ -116,3 +132,17 @@ def in_wide_rows(dequantize: Callable[..., Any]) -> Callable[..., Any]:
         return (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(*data.shape[:-1], -1)
 
     return quick
+
+
+def texts_at_once(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes values of the items of arrays, but that texts, of which there are most, take one step."""
+
+    def quick(value: Any, types: Any) -> Any:
+        return str(value, "utf-8") if type(value) is memoryview else parse(value, types)
+
+    return quick
+
+
+def as_plain_array(mapped: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A function that maps a file into memory, but that pieces of the map cost nothing but themselves."""
+    return lambda path: np.asarray(mapped(path))

@@ -24,7 +24,7 @@ from torch import nn
 from anisoscope.errors import ModelError, OptionError, unknown_name
 from anisoscope.models.gguf_files import quick_gguf
 from anisoscope.models.llama2c import find_tokenizer, load_llama2c, load_tokenizer, read_header
-from anisoscope.models.sources import Source, fingerprint, first_line, resolve
+from anisoscope.models.sources import Source, beside_fingerprint, first_line, resolve
 
 HEADS = (
     ("ForCausalLM", "AutoModelForCausalLM"),
@@ -84,13 +84,13 @@ def load_model(
     """
     place = _device(device)
     found = resolve(source, revision=revision, trust_remote_code=trust_remote_code)
-    with _quiet(), _untouched_generators():
+    with _untouched_generators(), beside_fingerprint(_files(found)) as source_hash, _quiet():
         if found.kind == "gguf":
-            model, tokenizer, files, notes = _from_gguf(found, dtype)
+            model, tokenizer, notes = _from_gguf(found, dtype)
         elif found.kind == "llama2c":
-            model, tokenizer, files, notes = _from_llama2c(found, dtype)
+            model, tokenizer, notes = _from_llama2c(found, dtype)
         else:
-            model, tokenizer, files, notes = _from_folder(found, dtype, trust_remote_code)
+            model, tokenizer, notes = _from_folder(found, dtype, trust_remote_code)
         model = model.eval().to(place)
         return LoadedModel(
             model=model,
@@ -100,7 +100,7 @@ def load_model(
             family=str(model.config.model_type),
             kind=model_kind(model),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            source_hash=fingerprint(files),
+            source_hash=source_hash(),
             notes=tuple(notes),
         )
 
@@ -119,15 +119,29 @@ def model_kind(model: nn.Module) -> str:
     return "decoder" if type(config) in AutoModelForCausalLM._model_mapping else "other"
 
 
-def _from_folder(source: Source, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any, list[Path], list[str]]:
+def _files(source: Source) -> list[Path]:
+    """The files that a model and its tokenizer are read from."""
+    if source.kind == "gguf":
+        return [source.path]
+    if source.kind == "llama2c":
+        beside = find_tokenizer(source.path, read_header(source.path).vocabulary)
+        return [source.path] if beside is None else [source.path, beside]
+    named = [source.path / name for name in ("config.json", *TOKENIZER_FILES)]
+    return [*(file for file in named if file.is_file()), *_weights(source.path)]
+
+
+def _weights(folder: Path) -> list[Path]:
+    """Files of weights in a folder; safe ones, where there are any."""
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+
+
+def _from_folder(source: Source, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any, list[str]]:
     """A folder in the manner of transformers: config.json, weights, tokenizer."""
     import transformers
 
     folder = source.path
     config = _config(folder, trust_remote_code)
-    safe = sorted(folder.glob("*.safetensors"))
-    pickled = sorted(folder.glob("pytorch_model*.bin"))
-    weights = safe or pickled
+    weights = _weights(folder)
     if not weights:
         raise ModelError(f"{folder} has a config.json but no weights: no *.safetensors and no pytorch_model*.bin")
     loader = _loader(config)
@@ -137,7 +151,7 @@ def _from_folder(source: Source, dtype: torch.dtype, trust_remote_code: bool) ->
             folder,
             config=config,
             dtype=dtype,
-            use_safetensors=bool(safe),
+            use_safetensors=weights[0].suffix == ".safetensors",
             weights_only=True,
             output_loading_info=True,
             **options,
@@ -149,8 +163,7 @@ def _from_folder(source: Source, dtype: torch.dtype, trust_remote_code: bool) ->
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     else:
         notes.append("no tokenizer lies beside the weights")
-    beside = [folder / name for name in ("config.json", *TOKENIZER_FILES) if (folder / name).is_file()]
-    return model, tokenizer, [*beside, *weights], notes
+    return model, tokenizer, notes
 
 
 def _config(folder: Path, trust_remote_code: bool) -> Any:
@@ -203,7 +216,7 @@ def _check_complete(folder: Path, report: Any) -> list[str]:
     return [*notes, f"{len(unused)} weights have no place in the model: {unused[0]} ..."] if unused else notes
 
 
-def _from_gguf(source: Source, dtype: torch.dtype) -> tuple[Any, Any, list[Path], list[str]]:
+def _from_gguf(source: Source, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:
     """A GGUF file: weights are dequantised, so what is measured is the model that the quantised one stands for."""
     from importlib.util import find_spec
 
@@ -218,7 +231,7 @@ def _from_gguf(source: Source, dtype: torch.dtype) -> tuple[Any, Any, list[Path]
             folder, gguf_file=file, dtype=dtype, local_files_only=True, **_dequantised()
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, local_files_only=True)
-    return model, tokenizer, [source.path], ["weights were dequantised from GGUF"]
+    return model, tokenizer, ["weights were dequantised from GGUF"]
 
 
 def _dequantised() -> dict[str, Any]:
@@ -229,13 +242,13 @@ def _dequantised() -> dict[str, Any]:
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
-def _from_llama2c(source: Source, dtype: torch.dtype) -> tuple[Any, Any, list[Path], list[str]]:
+def _from_llama2c(source: Source, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:
     """A llama2.c file, with the tokenizer that lies beside it."""
     model: Any = load_llama2c(source.path).to(dtype)
     beside = find_tokenizer(source.path, read_header(source.path).vocabulary)
     if beside is None:
-        return model, None, [source.path], ["no tokenizer of this many tokens (tok*.bin) lies beside the model"]
-    return model, load_tokenizer(beside), [source.path, beside], []
+        return model, None, ["no tokenizer of this many tokens (tok*.bin) lies beside the model"]
+    return model, load_tokenizer(beside), []
 
 
 def _device(device: torch.device | str) -> torch.device:

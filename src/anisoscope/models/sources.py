@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import re
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +19,7 @@ from anisoscope.models.llama2c import looks_like_llama2c
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 PIP_PREFIX = "pip:"
+HASHED_BYTES = 16 << 20  # at a time: a thread beside a busy one waits for its turn after each
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +72,34 @@ def local_source(path: Path, name: str | None = None, revision: str | None = Non
     raise ModelError(f"{path} is one file of a model; give its folder, a .gguf file or a llama2.c .bin file")
 
 
-def fingerprint(paths: Iterable[Path]) -> str:
-    """SHA-256 over the names and contents of files, in the order of their names: equal files give equal numbers."""
-    total = hashlib.sha256()
+def fingerprint(paths: Iterable[Path], given_up: Callable[[], bool] = lambda: False) -> str:
+    """SHA-256 over the names and contents of files, in the order of their names: equal files give equal numbers.
+
+    ``given_up`` is asked now and then whether anybody still wants to know.
+    """
+    total, room = hashlib.sha256(), memoryview(bytearray(HASHED_BYTES))
     for path in sorted(paths, key=lambda one: one.name):
-        with path.open("rb") as file:
-            total.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            while size := file.readinto(room):
+                if given_up():
+                    raise CancelledError
+                digest.update(room[:size])
+        total.update(f"{path.name}\0{digest.hexdigest()}\n".encode())
     return total.hexdigest()
+
+
+@contextlib.contextmanager
+def beside_fingerprint(paths: Iterable[Path]) -> Iterator[Callable[[], str]]:
+    """Inside, a thread hashes the files: that takes as long as to read them, and hinders nobody. The function given
+    waits for it. An error inside does not wait."""
+    over = threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix="anisoscope-hash") as pool:
+        task = pool.submit(fingerprint, list(paths), over.is_set)
+        try:
+            yield task.result
+        finally:
+            over.set()
 
 
 def first_line(error: BaseException) -> str:

@@ -233,29 +233,29 @@ def _rising_prefixes(y: Float[np.ndarray, "b n"], w: Float[np.ndarray, "b n"]) -
     each value the stack is the fit to all values so far. No values: no misfit, and ends of minus infinity.
     """
     b, n = y.shape
-    rows = np.arange(b)
-    mean, weight = np.zeros((b, n)), np.zeros((b, n))
-    top, total = np.full(b, -1), np.zeros(b)
-    out = _Prefixes(np.zeros((b, n + 1)), np.full((b, n + 1), -np.inf), np.full((b, n + 1), -np.inf))
+    rows, total = np.arange(b), np.zeros(b)
+    # Level by level, each row's stack a column; one number says where in memory a block is. At the bottom lies minus
+    # infinity, below which nothing falls.
+    means, weights = np.empty((n + 1, b)), np.empty((n + 1, b))
+    means[0] = -np.inf
+    mean, weight, top = means.reshape(-1), weights.reshape(-1), rows.copy()
+    out = _Prefixes(np.zeros((n + 1, b)), np.full((n + 1, b), -np.inf), np.full((n + 1, b), -np.inf))
     for k in range(n):
-        top += 1
-        mean[rows, top], weight[rows, top] = y[:, k], w[:, k]
-        live = rows
-        while True:
-            live = live[top[live] > 0]
-            at = top[live]
-            upper, lower = mean[live, at], mean[live, at - 1]
+        top += b
+        mean[top], weight[top] = y[:, k], w[:, k]
+        live, at = rows, top
+        while len(live):
+            upper, lower = mean[at], mean[at - b]
             pool = upper < lower
-            if not pool.any():
-                break
             live, at, upper, lower = live[pool], at[pool], upper[pool], lower[pool]
-            wu, wl = weight[live, at], weight[live, at - 1]
-            total[live] += wu * wl / (wu + wl) * (upper - lower) ** 2
-            mean[live, at - 1] = (wu * upper + wl * lower) / (wu + wl)
-            weight[live, at - 1] = wu + wl
-            top[live] -= 1
-        out.misfit[:, k + 1], out.first[:, k + 1], out.last[:, k + 1] = total, mean[:, 0], mean[rows, top]
-    return out
+            below = at - b
+            wu, wl = weight[at], weight[below]
+            joint = wu + wl
+            total[live] += wu * wl / joint * (upper - lower) ** 2
+            mean[below], weight[below] = (wu * upper + wl * lower) / joint, joint
+            top[live] = at = below
+        out.misfit[k + 1], out.first[k + 1], out.last[k + 1] = total, means[1], mean[top]
+    return _Prefixes(*(part.T for part in out))
 
 
 def _rising_fit(y: Float[np.ndarray, "n"], w: Float[np.ndarray, "n"]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Record, layer_of
@@ -70,8 +71,13 @@ def _shape(estimates: Sequence[Estimate], draws: int) -> tuple[Shape | None, str
     if missing:
         return None, f"{missing} of {len(errors)} layers without an error bar"
     dofs = [e.dof for e in estimates if e.dof is not None]
-    values = [e.value for e in estimates]
-    return profile_shape(values, [error or 0.0 for error in errors], dof=min(dofs, default=None), draws=draws), ""
+    values = tuple(e.value for e in estimates)
+    return _shape_of(values, tuple(error or 0.0 for error in errors), min(dofs, default=None), draws), ""
+
+
+@lru_cache(maxsize=512)  # the terminal and the report tell the same profiles, one after the other
+def _shape_of(values: tuple[float, ...], errors: tuple[float, ...], dof: float | None, draws: int) -> Shape:
+    return profile_shape(values, errors, dof=dof, draws=draws)
 
 
 def headline(series: Sequence[Series]) -> str:
