@@ -137,7 +137,7 @@ def _open(file: Path):  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    """Entry point, which ends the process: bad input becomes one line and exit code 2."""
+    """Run the command that the arguments name: bad input becomes one line and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal without ± gets a question mark, not a traceback
             stream.reconfigure(errors="replace")
@@ -145,11 +145,18 @@ def main() -> None:
         app()
     except AnisoscopeError as error:
         print("anisoscope:", " ".join(str(error).split()), file=sys.stderr)
-        leave(2)
+        sys.exit(2)
+
+
+def program() -> NoReturn:
+    """The program itself, which ends with its process."""
+    try:
+        main()
     except SystemExit as ended:
-        if ended.code is None or isinstance(ended.code, int):
-            leave(ended.code or 0)
-        raise
+        if ended.code is not None and not isinstance(ended.code, int):
+            raise
+        leave(ended.code or 0)
+    leave(0)
 
 
 def leave(code: int) -> NoReturn:
@@ -168,4 +175,4 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    program()
