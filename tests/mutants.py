@@ -49,6 +49,7 @@ WAITS, TYPES = "tests/test_waits.py", "tests/test_type_kernel.py"
 SHARING, BANDS = "tests/test_stacked_sharing.py", "tests/test_band_forms.py"
 RESIDUES, INTEGERS = "tests/test_residues.py", "tests/test_integers.py"
 SHAPES, LOADING, KEPT = "tests/test_figures.py", "tests/test_models_load.py", "tests/test_shares.py"
+CORPUS = "tests/test_text_corpus.py"
 CODED, ALL = "measures/integers.py", "measures/all_pairs.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
@@ -688,6 +689,19 @@ MUTANTS = [
     Mutant("commands/common.py", "and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)", "", (KEPT,), "keep"),
     Mutant(
         "commands/common.py", "if any(name in os.environ for name in ALLOCATOR_WISHES)", "if False", (KEPT,), "keep"
+    ),
+    Mutant("text/embedded.py", '"-P", "-c"', '"-c"', (CORPUS,), "process"),
+    Mutant("text/embedded.py", "if reader.returncode == 0 else ()", "", (CORPUS,), "process"),
+    Mutant(
+        "text/embedded.py",
+        "        reader.kill()\n        reader.communicate()\n",
+        "        pass\n",
+        (CORPUS,),
+        "process",
+    ),
+    Mutant("text/embedded.py", "_read_beside() or ", "", (CORPUS,), "process"),
+    Mutant(
+        "measures/bars.py", "scores2 @ one.to(scores2.dtype)", "scores2.bfloat16() @ one.bfloat16()", (HOSTILE,), "bars"
     ),
     Mutant("cli.py", "        atexit._run_exitfuncs()\n", "", ("tests/test_cli.py",), "soon"),
     Mutant("cli.py", "and not watched:", "and True:", ("tests/test_cli.py",), "soon"),

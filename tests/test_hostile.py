@@ -27,6 +27,7 @@ from anisoscope.errors import (
     ZeroRowError,
 )
 from anisoscope.measures import base, local, spectrum, table
+from anisoscope.measures.bars import SHARE_SCORES
 from anisoscope.measures.plan import Plan
 from anisoscope.rows import as_rows, of_unit_size
 from anisoscope.stats import precision
@@ -447,7 +448,29 @@ def errors_of(found, truth):
     return {name: abs(found[name] / truth[name] - 1) for name in truth}
 
 
+def work_of_spectra(rows, share):
+    """Error bar of isoscore after effective_rank, with what that found on the way or without."""
+    work = base.Workspace(as_rows(rows), base.Needs(moments="float64"))
+    if share:
+        work.cache[SHARE_SCORES] = True
+    base.compute(base.lookup("effective_rank"), work, {})
+    return base.compute(base.lookup("isoscore"), work, {}).stderr
+
+
 class TestSpectra:
+    @pytest.mark.parametrize("decay", [0, 1, 5])
+    @pytest.mark.parametrize("spikes", [0, 3])
+    def test_error_bars_of_float32_rows_are_those_of_float64_to_three_digits(self, decay, spikes, seed):
+        """All that is multiplied for them is float32: spreads over ``decay`` powers of ten, and a few huge rows."""
+        rows = np.random.default_rng(seed).standard_normal((1200, 24)) * np.logspace(0, -decay, 24)
+        rows[:spikes, 0] *= 300
+        short = rows.astype(np.float32)
+        for name in ("spectral_ratio", "effective_rank", "effective_rank_lambda", "spectral_ratio_l1", "isoscore"):
+            got, want = (getattr(an, name)(one).stderr for one in (short, short.astype(np.float64)))
+            assert got == (None if want is None else pytest.approx(want, rel=1e-3)), name
+        together, alone = (work_of_spectra(short, share) for share in (True, False))
+        assert together == pytest.approx(alone, rel=1e-3)
+
     @pytest.mark.parametrize("shape", ["array", "stream"])
     @pytest.mark.parametrize(("dtype", "shift"), [(np.float64, 2.0**30), (np.float32, 1e4)])
     def test_one_pass_uncentred_moments_drown_in_a_huge_mean(self, seed, dtype, shift, shape):

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import io
 import lzma
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import zstandard
 
 from anisoscope.errors import OptionError, SourceError, UnknownNameError
 from anisoscope.text import corpus as module
+from anisoscope.text import embedded
 from anisoscope.text.corpus import Corpus, load_corpus, parse_dataset
 from anisoscope.text.embedded import docstrings, embedded_documents, prose
 from anisoscope.text.streams import as_text
@@ -214,6 +216,51 @@ def test_embedded_is_prose_and_the_same_every_time():
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == found.fingerprint, "another process, another order of hashes"
     assert embedded_documents() is embedded_documents()
+
+
+@pytest.fixture
+def forgotten():
+    """Nothing has been read yet, before and after."""
+    known = embedded_documents()
+    embedded_documents.cache_clear()
+    yield known
+    embedded._end_reading()
+    embedded._READERS.clear()
+    embedded_documents.cache_clear()
+
+
+def test_another_process_reads_the_same(forgotten, tmp_path, monkeypatch):
+    """And takes nothing from the folder that it is begun in."""
+    (tmp_path / "json.py").write_text("open('run', 'w')")
+    monkeypatch.chdir(tmp_path)
+    embedded.begin_reading()
+    embedded.begin_reading()  # once is enough
+    assert len(embedded._READERS) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(embedded, "_documents", lambda: pytest.fail("it was read here"))
+        assert embedded_documents() == forgotten
+    embedded.begin_reading()  # it is known by now
+    assert not embedded._READERS and [file.name for file in tmp_path.iterdir()] == ["json.py"]
+
+
+@pytest.mark.parametrize("program", ["exit 1", "echo '[\"half", "echo '[\"some\"]'; exit 1", None])
+def test_where_the_other_process_fails_documents_are_read_here(forgotten, tmp_path, monkeypatch, program):
+    other = tmp_path / "python"
+    if program is not None:
+        other.write_text(f"#!/bin/sh\n{program}\n")
+        other.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(other))
+    embedded.begin_reading()
+    assert embedded_documents() == forgotten
+
+
+def test_another_process_ends_with_this_one():
+    code = "from anisoscope.text import embedded; embedded.begin_reading(); print(embedded._READERS[0].pid)"
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
 
 
 def test_embedded_imports_nothing():

@@ -62,6 +62,7 @@ def profile(
 ) -> None:
     """Measure every layer of one or more models and write the report: `anisoscope profile MODEL [MODEL ...]`."""
     long_work()
+    _read_early(text)
     from anisoscope.sweep import cells_of, new_run
 
     options = _options(measures, sites, tokens, vectors, batch_vectors, sequence_length, seed)
@@ -93,6 +94,7 @@ def sweep(
 ) -> None:
     """Profile many models, revisions or folders of checkpoints into one run; a cell that fails stops no other."""
     long_work()
+    _read_early(text)
     from anisoscope.sweep import cells_of
 
     options = _options(measures, sites, tokens, vectors, batch_vectors, sequence_length, seed)
@@ -136,6 +138,14 @@ def export(
 
     path = write(runs, out)
     Console().print(f"table: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _read_early(text: str | None) -> None:
+    """Begin to read the text inside Python, where it is wanted, before torch is imported: that takes longer."""
+    if text is None:
+        from anisoscope.text.embedded import begin_reading
+
+        begin_reading()
 
 
 def _options(

@@ -64,21 +64,21 @@ def spectral_estimate(
 
 
 def _on_axes(work: Workspace, found: Spectrum, *weights: Float[Tensor, "r"]) -> list[Float[Tensor, "n"]]:
-    """``sum_k w_k (u_k . y_i)^2`` of each row i for error bars, for each w of ``weights``."""
+    """``sum_k w_k (u_k . y_i)^2`` of each row i for error bars, for each w of ``weights``: three digits are needed."""
     # A vector at a time: for two or three at once libraries take a way that is made for many, and three times as long.
-    sums = [[scores2 @ one for one in weights] for scores2 in _squared_scores(work, found)]
-    return [torch.cat(parts) for parts in zip(*sums, strict=True)]
+    sums = [[scores2 @ one.to(scores2.dtype) for one in weights] for scores2 in _squared_scores(work, found)]
+    return [torch.cat(parts).double() for parts in zip(*sums, strict=True)]
 
 
 def _squared_scores(work: Workspace, found: Spectrum) -> Iterator[Float[Tensor, "m r"]]:
-    """``(u_k . y_i)^2`` of the rows for error bars, a few at a time, in float64; the dear product is made once."""
+    """``(u_k . y_i)^2`` of the rows for error bars, a few at a time; the dear product is made once."""
     if "squared scores" in work.cache:
-        yield from (part.double() for part in _pieces(work.cache["squared scores"]))
+        yield from _pieces(work.cache["squared scores"])
         return
     y = centred_error_rows(work, float32=float(found.values[-1]) > FLOAT32_SPREAD * found.total)
     axes, scores2 = found.vectors.to(y.dtype), scratch((len(y), found.vectors.shape[1]), y)
     for part, out in zip(_pieces(y), _pieces(scores2), strict=True):
-        yield torch.mm(part, axes, out=out).square_().double()
+        yield torch.mm(part, axes, out=out).square_()
     work.cache["squared scores"] = scores2
 
 

@@ -8,10 +8,14 @@ Another version of Python has another text; the fingerprint of the corpus says s
 from __future__ import annotations
 
 import ast
+import atexit
+import contextlib
 import inspect
+import json
 import os
 import re
 import string
+import subprocess
 import sys
 import sysconfig
 import warnings
@@ -49,13 +53,56 @@ _BLANK_LINE, _SPACES = re.compile(r"\n[ \t]*+\n"), re.compile(r"\s{2,}+")
 _LETTERS = dict.fromkeys(map(ord, string.ascii_letters + " "))
 
 
+_READERS: list[subprocess.Popen[bytes]] = []
+
+
 @cache
 def embedded_documents() -> tuple[str, ...]:
     """The documents in a fixed order: topics of the manual by name, then modules of the library by path."""
-    found = tuple(_documents())
+    found = _read_beside() or tuple(_documents())
     if not found:
         raise SourceError("this Python came without its sources and manual; give a text file or a folder instead")
     return found
+
+
+def begin_reading() -> None:
+    """Let another process read the documents, on another core: they are there once heavy imports are over.
+
+    It is a wish: where that process cannot be had or fails, ``embedded_documents`` reads them as ever.
+    """
+    if _READERS or embedded_documents.cache_info().currsize or not sys.executable or (os.cpu_count() or 1) < 2:
+        return
+    code = f"import json, sys; from {__name__} import _documents; json.dump(list(_documents()), sys.stdout)"
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}  # the same package, however it was found
+    with contextlib.suppress(OSError):
+        _READERS.append(
+            subprocess.Popen(
+                [sys.executable, "-P", "-c", code],  # -P: nothing is taken from the folder that the user is in
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | paths,
+            )
+        )
+
+
+@atexit.register
+def _end_reading() -> None:
+    for reader in _READERS:  # nobody has asked for what it reads
+        reader.kill()
+        reader.communicate()
+
+
+def _read_beside() -> tuple[str, ...]:
+    """What the other process has read, or nothing."""
+    if not _READERS:
+        return ()
+    with _READERS.pop() as reader:
+        said = reader.communicate()[0]
+    try:
+        return tuple(json.loads(said)) if reader.returncode == 0 else ()
+    except ValueError:
+        return ()
 
 
 def _documents() -> Iterator[str]:
