@@ -667,7 +667,7 @@ MUTANTS = [
     Mutant(
         "measures/spectrum.py", "divided[close] = bend(", "divided[close] = 0 * bend(", (ORACLES,), "trace_function"
     ),
-    Mutant("measures/bars.py", "torch.ones_like(weights), found.values)", "found.values, found.values)", (PROFILE,)),
+    Mutant("measures/bars.py", "(1 - total / size * values)", "(2 - total / size * values)", (PROFILE,)),
     Mutant("measures/bars.py", "torch.sub(part.to(dtype), high, out=here)", "here.copy_(part)", (INVARIANCES,), "bars"),
     Mutant(A, "unit = trace / (n - 1)", "unit = trace / n", (ORACLES,)),
     Mutant(D, "rising = tied / d - ", "rising = -", (ORACLES,), "gride"),
@@ -675,7 +675,9 @@ MUTANTS = [
     Mutant("views/shape.py", "total[live] += wu * wl / joint", "total[live] += wu", (SHAPES,)),
     Mutant("views/shape.py", "top[live] = at = below", "at = below", (SHAPES,)),
     Mutant("sampling.py", "            alike.discard(site.name)\n", "", (PROFILE,)),
-    Mutant("sampling.py", "and torch.equal(paths, seen[before.name])", "and True", (PROFILE,)),
+    Mutant("sampling.py", "and _same(paths, seen[before.name])", "and True", (PROFILE,)),
+    Mutant("sampling.py", "(one.dtype, one.device) == (other.dtype, other.device) and ", "", (PROFILE,)),
+    Mutant("profiling.py", "contextlib.closing(pool", "contextlib.nullcontext(pool", (PROFILE,), "somebody_stops"),
     Mutant("profiling.py", "last.of_site(name) if name in again", "last if name in again", (PROFILE,)),
     Mutant(
         "profiling.py", "        other.curves += (replace(one, site=site) for one in self.curves)\n", "", (PROFILE,)
@@ -686,7 +688,7 @@ MUTANTS = [
     Mutant(
         "models/gguf_files.py", "                setattr(module, name, plain)\n", "                pass\n", (LOADING,)
     ),
-    Mutant("commands/common.py", "and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)", "", (KEPT,), "keep"),
+    Mutant("commands/common.py", "M_TRIM_THRESHOLD: KEPT_BYTES, ", "", (KEPT,), "keep"),
     Mutant(
         "commands/common.py", "if any(name in os.environ for name in ALLOCATOR_WISHES)", "if False", (KEPT,), "keep"
     ),
@@ -704,7 +706,9 @@ MUTANTS = [
         "measures/bars.py", "scores2 @ one.to(scores2.dtype)", "scores2.bfloat16() @ one.bfloat16()", (HOSTILE,), "bars"
     ),
     Mutant("cli.py", "        atexit._run_exitfuncs()\n", "", ("tests/test_cli.py",), "soon"),
-    Mutant("cli.py", "and not watched:", "and True:", ("tests/test_cli.py",), "soon"),
+    Mutant("cli.py", "and not _is_watched():", "and True:", ("tests/test_cli.py",), "soon"),
+    Mutant("cli.py", "        threading._shutdown()", "        pass", ("tests/test_cli.py",), "threads_end"),
+    Mutant("cli.py", "if stream is not None", "if True", ("tests/test_cli.py",), "nobody_needs"),
 ]
 
 

@@ -171,6 +171,29 @@ class TestGood:
         soon = "at once" if heavy != "pass" and watched == "pass" else ""
         assert (tmp_path / "out").read_text() == f"said called\n{soon}"
 
+    def test_a_profiler_writes_what_it_has_seen(self, folder):
+        command = ["-m", "cProfile", "-o", "seen", "-m", "anisoscope.cli", "measure", "rows.npy", "spectral_ratio"]
+        done = subprocess.run([sys.executable, *command], env=ENVIRONMENT, cwd=folder, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert (folder / "seen").stat().st_size > 1000
+
+    @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+    def test_nobody_needs_to_listen(self, folder, closed):
+        command = f"{sys.executable} -m anisoscope.cli measure rows.npy spectral_ratio {closed}"
+        done = subprocess.run(command, shell=True, env=ENVIRONMENT, cwd=folder, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+
+    def test_threads_end_their_work(self, tmp_path):
+        code = (
+            "import threading, time, torch; from concurrent.futures import ThreadPoolExecutor\n"
+            "from anisoscope.cli import leave\n"
+            "pool = ThreadPoolExecutor(1); pool.submit(int)\n"
+            "def late(): time.sleep(0.3); open('late', 'w').close()\n"
+            "threading.Thread(target=late).start(); leave(0)"
+        )
+        subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, cwd=tmp_path, check=True, timeout=60)
+        assert (tmp_path / "late").exists()
+
     def test_measure(self, folder):
         """The numbers of the library on the same file, one line a measure."""
         names = ["two_nn", "spectral_ratio", "mean_cosine"]

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import statistics
+import time
 
 import pytest
 import torch
@@ -10,15 +11,17 @@ import transformers
 from tiny_checkpoints import LAYERS, VOCABULARY, WIDTH, save_decoder
 
 import anisoscope as an
-from anisoscope import profiling
+from anisoscope import profiling, sampling
 from anisoscope.errors import OptionError, TooFewTokensError, UnknownNameError
 from anisoscope.estimate import Estimate
 from anisoscope.models.load import load_model
 from anisoscope.models.site import Site
+from anisoscope.models.sites import discover
 from anisoscope.profiling import ProfileOptions, over_batches, profile_model
 from anisoscope.rows import Chunk
 from anisoscope.sampling import collect_sample
 from anisoscope.slices import ALL, NO_MASSIVE, NO_POSITION_0, massive_dimensions
+from anisoscope.stats import precision
 from anisoscope.stats.reservoir import Reservoir
 from anisoscope.stats.turns import Turns
 from anisoscope.text.batches import Batch, token_batches
@@ -227,6 +230,27 @@ def test_a_site_that_holds_the_same_as_the_one_before_is_measured_once(tmp_path,
     for kind in ("records", "curves"):
         same = [one for one in getattr(found, kind) if one.site == "resid.0"]
         assert same and same == list(getattr(alone, kind))
+
+
+def test_sites_that_wait_are_not_measured_once_somebody_stops(loaded, batches, monkeypatch):
+    """One of many on one core: the error of whoever is told of progress is not held up by the others."""
+    measured = []
+
+    def stop(what, done, total):
+        if what == "measuring":
+            raise KeyError(what)
+
+    monkeypatch.setattr(profiling, "_measure_site", lambda book, site, *rest: measured.append(site) or time.sleep(0.05))
+    with precision.threads(1), pytest.raises(KeyError):
+        profile_model(loaded, batches, OPTIONS, run="r", progress=stop)
+    assert len(measured) < 4 < len({one.name for one in discover(loaded.model)})
+
+
+def test_only_the_very_same_is_the_same():
+    one = torch.tensor([[1.0, 2.0]])
+    assert sampling._same(one, one.clone())
+    for other in (one.double(), one.to("meta"), one[:, :1], one + 1):
+        assert not sampling._same(one, other)
 
 
 def test_sites_part_where_they_come_to_differ():

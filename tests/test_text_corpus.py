@@ -219,8 +219,9 @@ def test_embedded_is_prose_and_the_same_every_time():
 
 
 @pytest.fixture
-def forgotten():
-    """Nothing has been read yet, before and after."""
+def forgotten(monkeypatch):
+    """Nothing has been read yet, before and after, and there is a core to spare."""
+    monkeypatch.setattr(embedded, "_cores", lambda: 2)
     known = embedded_documents()
     embedded_documents.cache_clear()
     yield known
@@ -243,8 +244,15 @@ def test_another_process_reads_the_same(forgotten, tmp_path, monkeypatch):
     assert not embedded._READERS and [file.name for file in tmp_path.iterdir()] == ["json.py"]
 
 
-@pytest.mark.parametrize("program", ["exit 1", "echo '[\"half", "echo '[\"some\"]'; exit 1", None])
+def test_one_core_reads_by_itself(forgotten, monkeypatch):
+    monkeypatch.setattr(embedded, "_cores", lambda: 1)
+    embedded.begin_reading()
+    assert not embedded._READERS and embedded_documents() == forgotten
+
+
+@pytest.mark.parametrize("program", ["exit 1", "echo '[\"half", "echo '[\"some\"]'; exit 1", "exec sleep 60", None])
 def test_where_the_other_process_fails_documents_are_read_here(forgotten, tmp_path, monkeypatch, program):
+    monkeypatch.setattr(embedded, "LONGEST_S", 0.1 if program and "sleep" in program else 20)
     other = tmp_path / "python"
     if program is not None:
         other.write_text(f"#!/bin/sh\n{program}\n")
@@ -255,7 +263,8 @@ def test_where_the_other_process_fails_documents_are_read_here(forgotten, tmp_pa
 
 
 def test_another_process_ends_with_this_one():
-    code = "from anisoscope.text import embedded; embedded.begin_reading(); print(embedded._READERS[0].pid)"
+    code = "from anisoscope.text import embedded; embedded._cores = lambda: 2; embedded.begin_reading()\n"
+    code += "print(embedded._READERS[0].pid)"
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import sys
+import threading
 from io import TextIOWrapper
 from itertools import groupby
 from pathlib import Path
@@ -162,16 +163,25 @@ def program() -> NoReturn:
 def leave(code: int) -> NoReturn:
     """End the process, soon: to take apart all that torch and transformers have made takes Python most of a second.
 
-    What wants to be called at the end is called, what was said is written, and the system takes the rest.
+    Threads are waited for and functions registered for the end are called, in Python's own order, what was said is
+    written, and the system takes the rest. What C libraries have registered is not called.
     """
-    watched = sys.getprofile() is not None or sys.gettrace() is not None  # by somebody who has something to say
-    if "torch" in sys.modules and not watched:
+    if "torch" in sys.modules and not _is_watched():
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        with contextlib.suppress(OSError):  # nobody reads any more, which Python knows how to say
-            sys.stdout.flush()
-            sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more, which Python knows how to say
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:
+                    stream.flush()
             os._exit(code)
     sys.exit(code)
+
+
+def _is_watched() -> bool:
+    """Whether a profiler or a tracer is at work, which has something to say at the end."""
+    tools = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    found = tools is not None and any(tools.get_tool(number) for number in range(6))
+    return found or sys.getprofile() is not None or sys.gettrace() is not None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ text. Every number keeps both kinds of spread, each by its name: the estimator's
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import statistics
@@ -231,8 +232,10 @@ def _each_site(book: _Book, sites: Sequence[Site], sample: Sample, options: Prof
         _measure_site(own, site, sample.states.pop(site), sample, options)
         return own
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        found = pool.map(one, [name for name in names if name not in again])
+    with (
+        ThreadPoolExecutor(torch.get_num_threads()) as pool,
+        contextlib.closing(pool.map(one, [name for name in names if name not in again])) as found,  # type: ignore[type-var]
+    ):
         last = _Book(book.run, book.step, book.cell)
         for name in names:
             last = last.of_site(name) if name in again else next(found)

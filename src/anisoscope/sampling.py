@@ -68,7 +68,7 @@ def collect_sample(
         places = places.update(batch.positions[mask].double()[:, None])
         for before, site in zip((*sites[:1], *sites), sites, strict=False):
             paths = seen[site.name]
-            if site.name in alike and torch.equal(paths, seen[before.name]):
+            if site.name in alike and _same(paths, seen[before.name]):
                 states[site.name], angles[site.name] = states[before.name], angles[before.name]
                 continue
             alike.discard(site.name)
@@ -85,6 +85,11 @@ def collect_sample(
     tell("running the model", total, total)
     widths = {name: state.width for name, state in states.items()}
     return Sample(states, angles, widths, places.rows[:, 0], places.stream_order(), places.seen, seconds)
+
+
+def _same(one: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> bool:
+    """Whether two tensors are the same, bit for bit; torch asks neither for the type nor across devices."""
+    return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
 
 
 def _measured(batches: Iterable[Batch], tokens: int) -> int:

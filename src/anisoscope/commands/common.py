@@ -22,13 +22,13 @@ transformers are imported, and at all they left behind several times more: a ten
 leave half a million objects, none of which is garbage."""
 
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers of mallopt(3)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # numbers of mallopt(3)
 OF_ITS_OWN_BYTES = 32 << 20
 """Blocks from this size on are given back as soon as they are free: where the allocator itself ends up, in time."""
 KEPT_BYTES = 512 << 20
 """Free memory that is kept for the next block. By itself the allocator gives back all but twice the largest block, and
 asks for it anew a moment later: two million page faults in a profile, a twentieth of its time."""
-ALLOCATOR_WISHES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+ALLOCATOR_WISHES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 
 
 def long_work() -> None:
@@ -52,8 +52,10 @@ def keep_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    # Both or neither: either of them ends the allocator's own search for a good size.
-    return bool(mallopt(M_MMAP_THRESHOLD, OF_ITS_OWN_BYTES) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
+    # All or none: trimming alone ends the allocator's own search for a good size, and a part of the memory for each
+    # thread would be kept where another thread cannot have it.
+    wishes = {M_MMAP_THRESHOLD: OF_ITS_OWN_BYTES, M_TRIM_THRESHOLD: KEPT_BYTES, M_ARENA_MAX: 1}
+    return all(mallopt(name, value) for name, value in wishes.items())
 
 
 class Ticker:

@@ -17,7 +17,10 @@ from anisoscope.stats.moments import scratch
 
 FLOAT32_SPREAD = 1e-11  # variances down to this share of the total are seen well enough in float32 for an error bar
 FLOAT32_SIZE = 1e8  # total variances between this and its inverse: their squares stay well inside float32
-SHARE_SCORES = "share scores"  # set in the cache by whoever computes a fixed list of measures
+SHARE_SCORES = "share scores"
+"""Set in the cache by whoever computes a fixed list of measures. Not wherever scores happen to be there: the last bits
+would then depend on what else is computed."""
+RATIO_INFLUENCE = "influence on the participation ratio"
 PIECE_ROWS = 512  # rows taken at a time: what is made of them on the way stays in cache
 TOLERATED_BIAS = 0.25  # of a standard error: a 95 % interval off by this much still covers 94 %
 
@@ -26,10 +29,13 @@ def ratio_bar(work: Workspace, value: float) -> Bar | None:
     """The error bar of ``tr(S)^2 / |S|^2``."""
     if not work.error_rows.enough:
         return None
-    covariance = work.moments.covariance()
-    trace, size = float(covariance.trace()), float(covariance.square().sum())
-    radius2, form = quadratic_forms(work, covariance)
-    influence = 2 * trace * (radius2 - trace) / size - 2 * trace**2 * (form - size) / size**2
+    if RATIO_INFLUENCE in work.cache:
+        influence = work.cache[RATIO_INFLUENCE]
+    else:
+        covariance = work.moments.covariance()
+        trace, size = float(covariance.trace()), float(covariance.square().sum())
+        radius2, form = quadratic_forms(work, covariance)
+        influence = 2 * trace * (radius2 - trace) / size - 2 * trace**2 * (form - size) / size**2
     return second_order(work.error_rows.bar(influence), value, work.n, 1.0)
 
 
@@ -54,13 +60,22 @@ def spectral_estimate(
     """
     if not work.error_rows.enough:
         return Estimate(value=value, n=work.n, method=method, notes=found.notes, **fields(None))
-    if work.cache.get(SHARE_SCORES) and "forms" not in work.cache:  # found on the way: scores are read once for all
-        score, *work.cache["forms"] = _on_axes(work, found, weights, torch.ones_like(weights), found.values)
+    if work.cache.get(SHARE_SCORES) and RATIO_INFLUENCE not in work.cache:  # on the way: scores are read once for all
+        score, work.cache[RATIO_INFLUENCE] = _on_axes(work, found, weights, _ratio_weights(found.values))
     else:
         (score,) = _on_axes(work, found, weights)
     influence = score - found.values @ weights
     bar, notes = unless_biased(work.error_rows.bar(influence), bias(), "the spectrum of a sample is spread out")
     return Estimate(value=value, n=work.n, method=method, notes=(*found.notes, *notes), **fields(bar))
+
+
+def _ratio_weights(values: Float[Tensor, "r"]) -> Float[Tensor, "r"]:
+    """Derivatives of ``(sum lambda)^2 / sum lambda^2``, at a right angle to the eigenvalues themselves.
+
+    So their sum over squared scores is the influence as it is, and what cancels in it does so before it is rounded.
+    """
+    total, size = values.sum(), values @ values
+    return 2 * total / size * (1 - total / size * values)
 
 
 def _on_axes(work: Workspace, found: Spectrum, *weights: Float[Tensor, "r"]) -> list[Float[Tensor, "n"]]:
@@ -126,13 +141,7 @@ def _centred(rows: Float[Tensor, "n d"], mean: Float[Tensor, "d"], dtype: torch.
 
 
 def quadratic_forms(work: Workspace, covariance: Float[Tensor, "d d"]) -> tuple[Tensor, Tensor]:
-    """``|y|^2`` and ``y^T S y`` of the rows for error bars; from their scores on the axes where that is asked for.
-
-    Not wherever scores happen to be there: the last bits would then depend on what else is computed.
-    """
-    if "forms" in work.cache:
-        radius2, form = work.cache["forms"]
-        return radius2, form
+    """``|y|^2`` and ``y^T S y`` of the rows for error bars."""
     y = centred_error_rows(work, float32=True)
     return squared_lengths(y), (y @ covariance.to(y.dtype)).mul_(y).sum(dim=1, dtype=torch.float64)
 

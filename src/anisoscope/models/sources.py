@@ -91,8 +91,8 @@ def fingerprint(paths: Iterable[Path], given_up: Callable[[], bool] = lambda: Fa
 
 @contextlib.contextmanager
 def beside_fingerprint(paths: Iterable[Path]) -> Iterator[Callable[[], str]]:
-    """Inside, a thread hashes the files: that takes as long as to read them, and hinders nobody. The function given
-    waits for it. An error inside does not wait."""
+    """Inside, a thread hashes the files, which takes as long as to read them. The function given waits for it; an error
+    inside waits for the piece under way alone."""
     over = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="anisoscope-hash") as pool:
         task = pool.submit(fingerprint, list(paths), over.is_set)

@@ -28,6 +28,7 @@ from anisoscope.errors import SourceError
 # Tests, programs with a window and tables of characters hold little prose; the manual is read on its own.
 LEFT_OUT = frozenset({"test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "encodings", "this.py"})
 LEAST_LETTERS = 0.72  # share of letters and spaces in a paragraph of prose; programs and tables have fewer
+LONGEST_S = 30  # that another process is waited for
 LEAST_CHARACTERS = 40  # shorter paragraphs are labels
 
 # Comments and strings are passed over in the order they stand, so that a quote inside one is not taken for the start of
@@ -70,20 +71,25 @@ def begin_reading() -> None:
 
     It is a wish: where that process cannot be had or fails, ``embedded_documents`` reads them as ever.
     """
-    if _READERS or embedded_documents.cache_info().currsize or not sys.executable or (os.cpu_count() or 1) < 2:
+    if _READERS or embedded_documents.cache_info().currsize or not sys.executable or _cores() < 2:
         return
     code = f"import json, sys; from {__name__} import _documents; json.dump(list(_documents()), sys.stdout)"
     paths = {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}  # the same package, however it was found
     with contextlib.suppress(OSError):
         _READERS.append(
             subprocess.Popen(
-                [sys.executable, "-P", "-c", code],  # -P: nothing is taken from the folder that the user is in
+                [sys.executable, "-P", "-c", code],  # -P: nothing that this process would not import itself
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | paths,
             )
         )
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @atexit.register
@@ -98,11 +104,12 @@ def _read_beside() -> tuple[str, ...]:
     if not _READERS:
         return ()
     with _READERS.pop() as reader:
-        said = reader.communicate()[0]
-    try:
-        return tuple(json.loads(said)) if reader.returncode == 0 else ()
-    except ValueError:
-        return ()
+        try:
+            said = reader.communicate(timeout=LONGEST_S)[0]
+            return tuple(json.loads(said)) if reader.returncode == 0 else ()
+        except (subprocess.TimeoutExpired, ValueError):
+            reader.kill()
+            return ()
 
 
 def _documents() -> Iterator[str]:
