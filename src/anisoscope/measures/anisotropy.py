@@ -312,7 +312,7 @@ def _trace_squares(moments: Moments, bias: Bias) -> tuple[float, float]:
     """Estimates of ``(tr Sigma)^2`` and ``tr Sigma^2``: plain, or unbiased for any distribution (Himeno and Yamada)."""
     n, trace = moments.count, float(moments.scatter.trace())
     unit = trace / (n - 1)  # in units of the trace of S, whose fourth power could overflow
-    frobenius = (float(torch.linalg.matrix_norm(moments.scatter)) / trace) ** 2
+    frobenius = float((moments.scatter / trace).square_().sum())  # not by a norm, which sums less carefully
     if bias == "plugin":
         return unit**2, frobenius * unit**2
     radial = float(moments.fourth / unit**2) / (n - 1)
