@@ -705,6 +705,10 @@ MUTANTS = [
     Mutant(
         "measures/bars.py", "scores2 @ one.to(scores2.dtype)", "scores2.bfloat16() @ one.bfloat16()", (HOSTILE,), "bars"
     ),
+    Mutant("stats/moments.py", "part += times_transposed", "part = times_transposed", (GRAMS,), "onednn"),
+    Mutant("stats/moments.py", "out[at:, at : at + strip] = part.T", "pass", (GRAMS,), "onednn"),
+    Mutant("stats/products.py", " and not rows.requires_grad", "", (GRAMS,), "onednn"),
+    Mutant("stats/products.py", ' or processor_maker() != "AuthenticAMD"', "", (GRAMS,), "onednn"),
     Mutant("cli.py", "        atexit._run_exitfuncs()\n", "", ("tests/test_cli.py",), "soon"),
     Mutant("cli.py", "and not _is_watched():", "and True:", ("tests/test_cli.py",), "soon"),
     Mutant("cli.py", "        threading._shutdown()", "        pass", ("tests/test_cli.py",), "threads_end"),

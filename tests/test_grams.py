@@ -7,7 +7,7 @@ import torch
 from test_kernels import run
 
 from anisoscope.errors import ShapeError
-from anisoscope.stats import moments
+from anisoscope.stats import moments, products
 from anisoscope.stats.moments import cell_grams, grams, in_parts
 
 
@@ -143,3 +143,61 @@ def test_moments_of_wide_rows_by_cells(monkeypatch):
     for name in ("mean", "scatter", "third", "fourth"):
         one, two = getattr(found, name), getattr(right, name)
         assert float((one - two).abs().max()) < 2e-5 * float(two.abs().max()), name
+
+
+# --- float32 on a CPU by oneDNN ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def onednn():
+    try:
+        products.times_transposed(torch.ones(2, 3), torch.ones(2, 3))
+    except (AttributeError, RuntimeError):
+        pytest.skip("this torch has no oneDNN")
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 256), (7, 300), (1024, 257), (2500, 320)])
+def test_products_by_onednn_are_those_of_float64(onednn, monkeypatch, count, width, seed):
+    """Errors are of the lengths of two columns: a rounding for each of 1,024 terms at the worst, far less by chance."""
+    monkeypatch.setattr(products, "onednn_serves", lambda: True)
+    asked = []
+    plain = products.times_transposed
+    monkeypatch.setattr(moments, "times_transposed", lambda *both: asked.append(both) or plain(*both))
+    y = torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * torch.logspace(0, -3, width)
+    found, exact = moments.gram(y), y.double().T @ y.double()
+    assert asked and found.dtype == torch.float32 and torch.equal(found, found.T)
+    lengths = exact.diagonal().sqrt()
+    assert float(((found - exact).abs() / (lengths[:, None] * lengths)).max()) < 2e-6
+
+
+def test_only_plain_float32_goes_to_onednn(onednn, monkeypatch):
+    monkeypatch.setattr(products, "onednn_serves", lambda: True)
+    monkeypatch.setattr(moments, "times_transposed", lambda *both: pytest.fail("not these"))
+    rows = torch.randn(9, 300)
+    wanted = rows.clone().requires_grad_()
+    moments.gram(wanted).sum().backward()
+    assert wanted.grad is not None
+    for other in (rows.double(), rows[:, :200], rows[None], rows[:0], rows.bfloat16()):
+        right = other.double().mT @ other.double()
+        assert torch.allclose(moments.gram(other).double(), right, rtol=0.05, atol=0.3)
+
+
+def test_onednn_serves_where_it_is_sooner_and_right(onednn, monkeypatch, tmp_path):
+    told = tmp_path / "cpuinfo"
+    told.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: some\n")
+    assert products.processor_maker(told) == "AuthenticAMD"
+    assert products.processor_maker(tmp_path / "absent") == ""
+    asked = products.onednn_serves.__wrapped__
+
+    def serves(maker="AuthenticAMD", has="AVX512", product=products.times_transposed):
+        monkeypatch.setattr(products, "processor_maker", lambda: maker)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: has)
+        monkeypatch.setattr(products, "times_transposed", product)
+        return asked()
+
+    def absent(a, b):
+        raise AttributeError
+
+    assert serves()
+    assert not (serves(maker="GenuineIntel") or serves(maker="") or serves(has="AVX2"))
+    assert not (serves(product=lambda a, b: a @ b.T + 1) or serves(product=absent))

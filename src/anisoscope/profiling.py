@@ -223,8 +223,6 @@ def _each_site(book: _Book, sites: Sequence[Site], sample: Sample, options: Prof
     """
     names = [site.name for site in sites]
     again = {name for before, name in pairwise(names) if sample.states[name] is sample.states[before]}
-    for name in again:
-        del sample.states[name]
 
     def one(site: str) -> _Book:
         torch.set_num_threads(1)  # of this thread
@@ -232,6 +230,7 @@ def _each_site(book: _Book, sites: Sequence[Site], sample: Sample, options: Prof
         _measure_site(own, site, sample.states.pop(site), sample, options)
         return own
 
+    sample.states = {name: state for name, state in sample.states.items() if name not in again}
     with (
         ThreadPoolExecutor(torch.get_num_threads()) as pool,
         contextlib.closing(pool.map(one, [name for name in names if name not in again])) as found,  # type: ignore[type-var]

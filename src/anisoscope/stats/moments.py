@@ -18,6 +18,7 @@ from anisoscope.kernels import kernels_of, kernels_run, on_its_device, sent
 from anisoscope.rows import largest_size, power_of_two_scale
 from anisoscope.stats import residues
 from anisoscope.stats.precision import full_precision, has_tensor_cores, on_tensor_cores, two_parts
+from anisoscope.stats.products import served, times_transposed
 
 Precision: TypeAlias = Literal["mixed", "float64"]
 """How products of rows are formed. ``float64`` keeps ten digits and more of every singular value down to 1e-6 of the
@@ -33,6 +34,7 @@ PARTED_ROWS = 1024  # multiplied at a time there
 PARTED_CELLS = 1 << 27  # of products held at a time there, float32
 KERNEL_CELLS = 1 << 27  # of rows that one launch multiplies
 HALF_CELLS = 1 << 28  # of rows that are written down as halves at a time, a gigabyte of them
+ONEDNN_ROWS = 1024  # multiplied at a time by oneDNN
 STRIP_COLUMNS = 64  # narrower strips than this no longer run at full speed
 SAFE_SIZE = 2.0**64  # rows between this and its inverse: eighth powers, the highest in use, stay far inside float64
 
@@ -213,13 +215,28 @@ def gram(y_ND: Float[Tensor, "*s n d"], *, least: int = 4 * STRIP_COLUMNS) -> Fl
     width = y_ND.shape[-1]
     if width < least:
         return y_ND.mT @ y_ND
+    out = y_ND.new_empty((*y_ND.shape[:-2], width, width))
+    if y_ND.ndim == 2 and len(y_ND) and served(y_ND):
+        return _added_by_onednn(y_ND, out)
     # Of all squares on the diagonal half is multiplied for nothing: more strips where they are still wide.
     strip = -(-width // (8 if y_ND.is_cuda and width >= PARTED_WIDTH else 4))
-    out = y_ND.new_empty((*y_ND.shape[:-2], width, width))
     for at in range(0, width, strip):
         part = y_ND[..., at : at + strip].mT @ y_ND[..., at:]
         out[..., at : at + strip, at:] = part
         out[..., at:, at : at + strip] = part.mT
+    return out
+
+
+def _added_by_onednn(y_ND: Float[Tensor, "n d"], out: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+    """The same by strips and by the few rows: oneDNN adds up all that it is given in one go, and rounds as often."""
+    width, pieces = out.shape[0], [piece.mT.contiguous() for piece in y_ND.split(ONEDNN_ROWS)]
+    strip = -(-width // 4)
+    for at in range(0, width, strip):
+        part = times_transposed(pieces[0][at : at + strip], pieces[0][at:])
+        for y_DN in pieces[1:]:
+            part += times_transposed(y_DN[at : at + strip], y_DN[at:])
+        out[at : at + strip, at:] = part
+        out[at:, at : at + strip] = part.T
     return out
 
 
