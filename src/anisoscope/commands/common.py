@@ -27,7 +27,7 @@ OF_ITS_OWN_BYTES = 32 << 20
 """Blocks from this size on are given back as soon as they are free: where the allocator itself ends up, in time."""
 KEPT_BYTES = 512 << 20
 """Free memory that is kept for the next block. By itself the allocator gives back all but twice the largest block, and
-asks for it anew a moment later: two million page faults in a profile, a twentieth of its time."""
+asks for it anew a moment later: two million page faults in a profile, a fifteenth of its time."""
 ALLOCATOR_WISHES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 
 
