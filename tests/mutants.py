@@ -707,6 +707,15 @@ MUTANTS = [
     ),
     Mutant("stats/moments.py", "part += times_transposed", "part = times_transposed", (GRAMS,), "onednn"),
     Mutant("stats/moments.py", "out[at:, at : at + strip] = part.T", "pass", (GRAMS,), "onednn"),
+    Mutant(
+        "stats/products.py", "return torch.equal(times_transposed(a, b), a @ b.T)", "return True", (GRAMS,), "onednn"
+    ),
+    Mutant("stats/products.py", "with full_precision(a.device):", "if True:", (GRAMS,), "onednn"),
+    Mutant("text/embedded.py", " or _cores() < 2", "", (CORPUS,), "one_core"),
+    Mutant("text/embedded.py", "communicate(timeout=LONGEST_S)", "communicate()", (CORPUS,), "process_fails"),
+    Mutant("models/gguf_files.py", "np.asarray(mapped(path))", "mapped(path)", (LOADING,), "gguf"),
+    Mutant("cli.py", "or sys.getprofile() is not None", "", ("tests/test_cli.py",), "profiler_writes"),
+    Mutant("views/summary.py", "@lru_cache(maxsize=512)", "@lru_cache(maxsize=0)", ("tests/test_figures.py",)),
     Mutant("stats/products.py", " and not rows.requires_grad", "", (GRAMS,), "onednn"),
     Mutant("stats/products.py", ' or processor_maker() != "AuthenticAMD"', "", (GRAMS,), "onednn"),
     Mutant("cli.py", "        atexit._run_exitfuncs()\n", "", ("tests/test_cli.py",), "soon"),

@@ -14,7 +14,7 @@ from matplotlib import image
 from anisoscope.errors import NonFiniteError, OptionError, ShapeError, TooFewRowsError, UnknownNameError
 from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Record
-from anisoscope.views import shape
+from anisoscope.views import shape, summary
 from anisoscope.views.figures import build_figures
 from anisoscope.views.interactive import figure_json, panel_json
 from anisoscope.views.numbers import digits_of, with_error
@@ -65,6 +65,27 @@ def test_many_profiles_at_once_are_each_fitted_as_if_alone(seed):
         left = (w[row, :k] * (y[row, :k] - fit) ** 2).sum()
         got = [part[row, k] for part in found]
         np.testing.assert_allclose(got, [left, fit[0], fit[-1]], rtol=1e-12, atol=1e-12)
+
+
+def test_a_shape_that_is_told_twice_is_fitted_once(monkeypatch):
+    """On the terminal and in the report; another profile, or other errors, are another shape."""
+    fitted = []
+
+    def counted(*args, **options):
+        fitted.append(args)
+        return profile_shape(*args, **options)
+
+    monkeypatch.setattr(summary, "profile_shape", counted)
+    summary._shape_of.cache_clear()
+    one, other, wider = (
+        [Estimate(value=float(value), stderr=bar, over="rows", n=9, method="m") for value in values]
+        for values, bar in ((BELL, 0.01), (DEPTH, 0.01), (BELL, 0.02))
+    )
+    found = [summary._shape(each, 200)[0] for each in (one, other, wider, one)]
+    assert len(fitted) == 3 and found[0] is found[3]
+    cases = ((BELL, 0.01), (DEPTH, 0.01), (BELL, 0.02))
+    assert found[:3] == [profile_shape(y, np.full(13, s), draws=200) for y, s in cases]
+    summary._shape_of.cache_clear()
 
 
 def test_shape_of_exact_profiles():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_kernels import run
 
+import anisoscope as an
 from anisoscope.errors import ShapeError
 from anisoscope.stats import moments, products
 from anisoscope.stats.moments import cell_grams, grams, in_parts
@@ -199,5 +200,19 @@ def test_onednn_serves_where_it_is_sooner_and_right(onednn, monkeypatch, tmp_pat
         raise AttributeError
 
     assert serves()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert serves()
     assert not (serves(maker="GenuineIntel") or serves(maker="") or serves(has="AVX2"))
     assert not (serves(product=lambda a, b: a @ b.T + 1) or serves(product=absent))
+
+
+def test_products_by_onednn_do_not_see_the_precision_around_them(onednn, monkeypatch):
+    monkeypatch.setattr(products, "onednn_serves", lambda: True)
+    rows = draw(600, 300) + 2
+    want = an.spectral_ratio(rows)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert an.spectral_ratio(rows) == want
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -105,7 +105,7 @@ def faults_are_small():
     return known and os.sysconf("SC_PAGESIZE") == 4096 and not (large.exists() and "[always]" in large.read_text())
 
 
-@pytest.mark.skipif(not faults_are_small(), reason="page faults do not tell here")
+@pytest.mark.skipif(not faults_are_small(), reason="needs glibc and pages of 4 KiB")
 def test_commands_keep_memory_that_they_will_want_again():
     def faults(*words, **more):
         environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_WISHES} | more

@@ -250,7 +250,11 @@ def test_one_core_reads_by_itself(forgotten, monkeypatch):
     assert not embedded._READERS and embedded_documents() == forgotten
 
 
-@pytest.mark.parametrize("program", ["exit 1", "echo '[\"half", "echo '[\"some\"]'; exit 1", "exec sleep 60", None])
+ENDS = {"exit 1": [1], "echo '[\"half'": [0], "echo '[\"some\"]'; exit 1": [1], "exec sleep 60": [-9], None: []}
+"""Programs in the place of Python and how each ends: failed, half way, failed after all, too slow, not there."""
+
+
+@pytest.mark.parametrize("program", ENDS)
 def test_where_the_other_process_fails_documents_are_read_here(forgotten, tmp_path, monkeypatch, program):
     monkeypatch.setattr(embedded, "LONGEST_S", 0.1 if program and "sleep" in program else 20)
     other = tmp_path / "python"
@@ -259,7 +263,9 @@ def test_where_the_other_process_fails_documents_are_read_here(forgotten, tmp_pa
         other.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(other))
     embedded.begin_reading()
+    readers = list(embedded._READERS)
     assert embedded_documents() == forgotten
+    assert [reader.returncode for reader in readers] == ENDS[program]
 
 
 def test_another_process_ends_with_this_one():

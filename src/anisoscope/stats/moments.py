@@ -228,7 +228,8 @@ def gram(y_ND: Float[Tensor, "*s n d"], *, least: int = 4 * STRIP_COLUMNS) -> Fl
 
 
 def _added_by_onednn(y_ND: Float[Tensor, "n d"], out: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
-    """The same by strips and by the few rows: oneDNN adds up all that it is given in one go, and rounds as often."""
+    """The same by strips, and some rows at a time: oneDNN adds up all that it is given in one go, and the longer a sum
+    the more digits it loses."""
     width, pieces = out.shape[0], [piece.mT.contiguous() for piece in y_ND.split(ONEDNN_ROWS)]
     strip = -(-width // 4)
     for at in range(0, width, strip):
