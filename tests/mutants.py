@@ -717,6 +717,8 @@ MUTANTS = [
     Mutant("cli.py", "or sys.getprofile() is not None", "", ("tests/test_cli.py",), "profiler_writes"),
     Mutant("views/summary.py", "@lru_cache(maxsize=512)", "@lru_cache(maxsize=0)", ("tests/test_figures.py",)),
     Mutant("stats/products.py", " and not rows.requires_grad", "", (GRAMS,), "onednn"),
+    Mutant("measures/search.py", "block[part].mul_(-2), block, size)", "block[part], block, size)", (GRAMS,), "onednn"),
+    Mutant("measures/search.py", "mul_(-2), block, size)", "mul_(-2), block)", (GRAMS,), "onednn"),
     Mutant("stats/products.py", ' or processor_maker() != "AuthenticAMD"', "", (GRAMS,), "onednn"),
     Mutant("cli.py", "        atexit._run_exitfuncs()\n", "", ("tests/test_cli.py",), "soon"),
     Mutant("cli.py", "and not _is_watched():", "and True:", ("tests/test_cli.py",), "soon"),

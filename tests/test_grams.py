@@ -8,6 +8,8 @@ from test_kernels import run
 
 import anisoscope as an
 from anisoscope.errors import ShapeError
+from anisoscope.measures import search
+from anisoscope.measures.neighbors import nearest_neighbors
 from anisoscope.stats import moments, products
 from anisoscope.stats.moments import cell_grams, grams, in_parts
 
@@ -216,3 +218,19 @@ def test_products_by_onednn_do_not_see_the_precision_around_them(onednn, monkeyp
             assert an.spectral_ratio(rows) == want
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("serves", [True, False])
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_neighbours_of_few_rows_are_exact_whoever_multiplies(onednn, monkeypatch, serves, offset, seed):
+    """Distances by differences in float64, for rows with copies and with a mean far from zero."""
+    monkeypatch.setattr(products, "onednn_serves", lambda: serves)
+    asked, plain = [], products.times_transposed
+    monkeypatch.setattr(search, "times_transposed", lambda *given: asked.append(given) or plain(*given))
+    rows = torch.randn(700, 40, generator=torch.Generator().manual_seed(seed)) + offset
+    rows[50:60] = rows[200:210]
+    found = nearest_neighbors(rows, 3)
+    wide = rows.double()
+    apart = torch.stack([(wide - one).norm(dim=1) for one in wide]).fill_diagonal_(torch.inf)
+    torch.testing.assert_close(found.distances, apart.topk(3, largest=False).values, rtol=1e-12, atol=0)
+    assert bool(asked) is serves

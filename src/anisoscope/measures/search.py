@@ -27,6 +27,7 @@ from anisoscope.errors import TooFewRowsError
 from anisoscope.measures.plan import scale_of
 from anisoscope.rows import mean_row
 from anisoscope.stats.moments import scratch
+from anisoscope.stats.products import served, times_transposed
 
 TILE_ROWS, TILE_COLUMNS = 2048, 1024  # a float32 tile of 8 MB: large enough for BLAS, small enough for cache
 PAIR_BLOCK = 512  # pairs measured at a time: larger differences leave the cache
@@ -68,7 +69,8 @@ def neighbors_of(rows: Float[Tensor, "n d"], anchors: Int[Tensor, "m"], k: int) 
     if n < k + 1:
         raise TooFewRowsError(f"{k} neighbours need at least {k + 1} distinct rows, got {n}")
     search = Search(rows, None, k)
-    search.in_pairs = n <= SQUARE_ROWS and len(anchors) > n // 2
+    # By oneDNN all pairs twice, a strip at a time, are sooner there than each once and room in memory for them all.
+    search.in_pairs = n <= SQUARE_ROWS and len(anchors) > n // 2 and not search.by_onednn
     for part in anchors.split(ANCHOR_ROWS):
         take, left = min(k + SPARE, n - 1), part
         while len(left):
@@ -205,7 +207,10 @@ class Search:
         if len(self.rows) <= FEW_ROWS:
             block, size = self._whole
             # The size of the row itself is the same for all its columns: it is added to the few that are chosen.
-            bound = torch.addmm(size[None, :], block[part], block.T, alpha=-2)
+            if self.by_onednn:
+                bound = times_transposed(block[part].mul_(-2), block, size)
+            else:
+                bound = torch.addmm(size[None, :], block[part], block.T, alpha=-2)
             bound.scatter_(1, part[:, None], torch.inf)
             best = bound.topk(take, dim=1, largest=False)
             return best.values.add_(size[part, None]), best.indices
@@ -222,6 +227,11 @@ class Search:
             value, position = value.topk(min(take, value.shape[1]), dim=1, largest=False, sorted=True)
             index = index.gather(1, position)
         return value, index
+
+    @cached_property
+    def by_onednn(self) -> bool:
+        """Whether products of few rows go to oneDNN: bounds allow for rounding in whatever order sums are formed."""
+        return len(self.rows) <= FEW_ROWS and served(self._whole[0])
 
     @cached_property
     def _whole(self) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,11 @@ from torch import Tensor
 from anisoscope.stats.precision import full_precision
 
 
-def times_transposed(a: Float32[Tensor, "m k"], b: Float32[Tensor, "n k"]) -> Float32[Tensor, "m n"]:
-    """``a b^T`` by oneDNN, for matrices that ``served`` has been asked of."""
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+def times_transposed(
+    a: Float32[Tensor, "m k"], b: Float32[Tensor, "n k"], plus: Float32[Tensor, "n"] | None = None
+) -> Float32[Tensor, "m n"]:
+    """``a b^T``, with ``plus`` added to each of its rows, by oneDNN, for matrices that ``served`` has been asked of."""
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, plus, "none", [], "")
     return found
 
 
