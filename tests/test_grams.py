@@ -233,4 +233,4 @@ def test_neighbours_of_few_rows_are_exact_whoever_multiplies(onednn, monkeypatch
     wide = rows.double()
     apart = torch.stack([(wide - one).norm(dim=1) for one in wide]).fill_diagonal_(torch.inf)
     torch.testing.assert_close(found.distances, apart.topk(3, largest=False).values, rtol=1e-12, atol=0)
-    assert bool(asked) is serves
+    assert [len(given[0]) for given in asked] == ([512, 188] if serves else [])  # a bound that is loose would ask again
