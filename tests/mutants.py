@@ -717,8 +717,24 @@ MUTANTS = [
     Mutant("cli.py", "or sys.getprofile() is not None", "", ("tests/test_cli.py",), "profiler_writes"),
     Mutant("views/summary.py", "@lru_cache(maxsize=512)", "@lru_cache(maxsize=0)", ("tests/test_figures.py",)),
     Mutant("stats/products.py", " and not rows.requires_grad", "", (GRAMS,), "onednn"),
-    Mutant("measures/search.py", "block[part].mul_(-2), block, size)", "block[part], block, size)", (GRAMS,), "few_rows"),
+    Mutant(
+        "measures/search.py", "block[part].mul_(-2), block, size)", "block[part], block, size)", (GRAMS,), "few_rows"
+    ),
     Mutant("measures/search.py", "mul_(-2), block, size)", "mul_(-2), block)", (GRAMS,), "few_rows"),
+    Mutant(
+        "models/library.py",
+        "folder if str(path) == again else path",
+        "path",
+        ("tests/test_models_load.py",),
+        "sources_of",
+    ),
+    Mutant(
+        "models/library.py",
+        "_path = asked\n",
+        "_path = lambda path: {}\n",
+        ("tests/test_models_load.py",),
+        "sources_of",
+    ),
     Mutant("stats/products.py", ' or processor_maker() != "AuthenticAMD"', "", (GRAMS,), "onednn"),
     Mutant("cli.py", "        atexit._run_exitfuncs()\n", "", ("tests/test_cli.py",), "soon"),
     Mutant("cli.py", "and not _is_watched():", "and True:", ("tests/test_cli.py",), "soon"),

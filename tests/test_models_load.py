@@ -5,6 +5,7 @@ import json
 import pickle
 import random
 import shutil
+import subprocess
 import sys
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from tiny_models import KNOWN, T5, Known, build, token_ids
 
 from anisoscope.errors import ModelError, OptionError
 from anisoscope.models import sources
+from anisoscope.models.library import import_models
 from anisoscope.models.load import load_model
 from anisoscope.models.sites import discover
 
@@ -492,3 +494,43 @@ def test_two_loads_of_gguf_at_once_leave_the_standard_error_as_it_was(tmp_path):
         found = list(pool.map(load_model, [tmp_path, tmp_path]))
     assert sys.stderr is before
     assert torch.equal(found[0].model.lm_head.weight, found[1].model.lm_head.weight)
+
+
+OPENED = """
+import builtins, json, sys
+opened, plain = [], builtins.open
+def counted(file, *args, **named):
+    opened.append(str(file))
+    return plain(file, *args, **named)
+builtins.open = counted
+import transformers
+from transformers.utils import import_utils
+asked = import_utils.create_import_structure_from_path
+if sys.argv[1] == "ours":
+    from anisoscope.models.library import import_models
+    import_models()
+import transformers.models as models
+same = import_utils.create_import_structure_from_path is asked
+sources = sum(name.endswith("modeling_llama.py") for name in opened)
+print(json.dumps([same, sources, models.__all__, sorted(models._class_to_module.items()), sorted(models._modules)]))
+"""
+
+
+def test_the_sources_of_transformers_are_read_once_and_found_the_same():
+    """In processes of their own, since a library is imported once in each."""
+    ask = [sys.executable, "-c", OPENED]
+    plain, ours = (
+        json.loads(subprocess.run([*ask, whose], capture_output=True, text=True, check=True).stdout)
+        for whose in ("plain", "ours")
+    )
+    assert ours[0] and ours[1] == 1 <= plain[1]
+    assert len(ours[3]) > 1000
+    assert ours[3:] == plain[3:]
+    assert sorted(ours[2]) == sorted(plain[2])
+
+
+def test_a_transformers_without_the_function_is_left_alone(monkeypatch):
+    monkeypatch.delattr("transformers.utils.import_utils.create_import_structure_from_path")
+    monkeypatch.delitem(sys.modules, "transformers.models", raising=False)
+    import_models()
+    assert "transformers.models" not in sys.modules  # left to whoever asks for a model

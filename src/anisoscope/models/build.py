@@ -9,8 +9,6 @@ the same in any program that loads it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
@@ -18,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from anisoscope.errors import ModelError
+from anisoscope.models.library import quiet_transformers
 
 Architecture = Literal["gpt2", "llama", "bert"]
 Attention = Literal["full", "uniform", "none"]
@@ -69,8 +68,8 @@ def build_model(spec: ModelSpec, seed: int) -> nn.Module:
     """
     import transformers
 
-    register_attention()
-    with torch.random.fork_rng(devices=[]), quiet_transformers():
+    with torch.random.fork_rng(devices=[]), quiet_transformers():  # which would remark on a causal BERT
+        register_attention()
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the GPU's generators too
         if spec.architecture == "gpt2":
             model: Any = transformers.GPT2LMHeadModel(_gpt2(spec))
@@ -221,19 +220,3 @@ def _ablate(model: nn.Module, attention: str) -> None:
             width = queries.weight.shape[0]
             for parameter in queries.parameters():
                 parameter[..., :width] = 0.0
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No remark on a causal BERT, which is what was asked for, and no progress bar for a file of a second."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

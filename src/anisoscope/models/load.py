@@ -23,6 +23,7 @@ from torch import nn
 
 from anisoscope.errors import ModelError, OptionError, unknown_name
 from anisoscope.models.gguf_files import quick_gguf
+from anisoscope.models.library import quiet_transformers
 from anisoscope.models.llama2c import find_tokenizer, load_llama2c, load_tokenizer, read_header
 from anisoscope.models.sources import Source, beside_fingerprint, first_line, resolve
 
@@ -84,7 +85,8 @@ def load_model(
     """
     place = _device(device)
     found = resolve(source, revision=revision, trust_remote_code=trust_remote_code)
-    with _untouched_generators(), beside_fingerprint(_files(found)) as source_hash, _quiet():
+    unsaid = warnings.catch_warnings(action="ignore", category=DeprecationWarning)
+    with _untouched_generators(), beside_fingerprint(_files(found)) as source_hash, quiet_transformers(), unsaid:
         if found.kind == "gguf":
             model, tokenizer, notes = _from_gguf(found, dtype)
         elif found.kind == "llama2c":
@@ -275,24 +277,6 @@ def _named(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # many libraries, many classes: all of them mean that these files do not load
         raise ModelError(f"{what} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars, logs or deprecations of transformers meanwhile; as they were afterwards."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

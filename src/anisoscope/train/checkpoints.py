@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from anisoscope.errors import RunError
-from anisoscope.models.build import quiet_transformers
+from anisoscope.models.library import quiet_transformers
 from anisoscope.runs.files import explained, sync_folder
 from anisoscope.train.recipe import CheckpointSpec
 
