@@ -368,7 +368,10 @@ def test_halves_are_asked_for_where_sites_can_be_taken_together():
     assert asked(views, referee="always").shared_cells(views) is None
     assert asked(views, proxies=("kmeans",)).shared_cells(views) is None
     assert asked(views, mode="frozen", steps=10).shared_cells(views) is None, "what is never fitted again needs no sums"
-    assert analysis.shared_cells([replace(views[0], g=None)]) is None
+    without = [replace(view, g=None) for view in views]
+    assert analysis.shared_cells(without) is cells, "as they are while gradients are on their way"
+    assert analysis.begin_stacked(without)() == {}, "and nothing is told of them if none come"
+    assert analysis.shared_cells([views[0], *without[1:]]) is None
     few = [replace(view, sequences=torch.zeros_like(view.sequences)) for view in views]
     assert TangentAnalysis(referee="never").shared_cells(few) is None
 

@@ -24,6 +24,7 @@ from anisoscope.capture.losses import loss_for
 from anisoscope.capture.ride import Ride
 from anisoscope.errors import OptionError, choose
 from anisoscope.estimate import Estimate
+from anisoscope.monitoring.early import Early
 from anisoscope.monitoring.keeping import Keeper
 from anisoscope.monitoring.looks import probe_look, ride_look
 from anisoscope.monitoring.measuring import MODEL, Book, enter_look, enter_model
@@ -255,8 +256,9 @@ class Monitor:
         look: Look | None = None
         with untouched(self._whole, autocast=self._autocast):
             try:
-                look = self._see(step)
-                enter_look(book, look, self._what)
+                early = Early(self._what.measures, self._what.analyses)
+                look = self._see(step, early)
+                enter_look(book, look, self._what, early)
                 if self._of_model is not None:
                     enter_model(book, self._of_model, self._device)
             except Exception as error:  # out of memory, a silent site, a loss of the user's own: all are told
@@ -273,12 +275,13 @@ class Monitor:
         self._keeper.keep(step, self.last)
         self._spent += time.perf_counter() - began
 
-    def _see(self, step: int) -> Look:
+    def _see(self, step: int, early: Early) -> Look:
         changed = self._plan.updates(self._before)
         if self._ride is not None:
             return ride_look(self._plan, self._ride.end(), step=step, changed=changed)
         assert self._loss is not None
-        return probe_look(self._plan, self._batches, self._loss, step=step, changed=changed)
+        begin = early.begin
+        return probe_look(self._plan, self._batches, self._loss, step=step, changed=changed, meanwhile=begin)
 
     def _info(self, look: Look | None, tokens: int | None, seconds: float) -> dict[str, Any]:
         total = time.perf_counter() - self._began

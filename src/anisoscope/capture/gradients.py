@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from anisoscope.capture import beside
 from anisoscope.capture.hooks import _arrange, record
 from anisoscope.capture.maps import LinearMap, find_maps
 from anisoscope.errors import SiteError
@@ -87,12 +88,14 @@ def gradient_pass(
     embedding: Site | None = None,
     tokens: Int64[Tensor, "u"] | None = None,
     scale: float = 1.0,
+    meanwhile: Callable[[Mapping[str, Float[Tensor, "b t _"]]], None] | None = None,
 ) -> Pass:
     """States at sites and the gradients of ``scale`` times the loss there, of ``maps`` and of the embedding.
 
     The model runs in the mode and precision it is in. Parameters' ``.grad`` stay as they are and no graph is kept.
     ``tokens`` are the ids, ascending, whose rows of the embedding's gradient are wanted; those of the batch by default.
     A site or weight that carries no gradient is in ``missing``; a site that did not fire raises ``SiteSilentError``.
+    ``meanwhile`` is called with the states while the backward pass goes on in another thread; see ``beside``.
     """
     inner = [_signal_site(one, sites) for one in maps if signals and one.role == "reader"]
     with torch.enable_grad(), record(model, [*sites, *inner], keep_graph=True) as seen:
@@ -105,11 +108,19 @@ def gradient_pass(
     if table is not None:
         weights[table] = model.get_parameter(table)
     told = _begin_loss(value.detach())
-    found, missing = _differentiate(value, wanted | weights, scale)
+    states = {site.name: seen[site.name].detach() for site in sites}
+    if meanwhile is None:
+        found, missing = _differentiate(value, wanted | weights, scale)
+    else:
+        backward = beside.begun(lambda: _differentiate(value, wanted | weights, scale), value.device)
+        try:
+            meanwhile(states)
+        finally:  # nothing of ours goes on behind the back of whoever called
+            found, missing = backward()
     gradients = {name: _arrange(grad, seen._slots[name]) for name, grad in found.items() if name in wanted}
     return Pass(
         loss=told(),
-        states={site.name: seen[site.name].detach() for site in sites},
+        states=states,
         gradients={name: grad for name, grad in gradients.items() if not name.startswith(SIGNAL)},
         maps=tuple(
             MapGradient(one, one.rows(found[one.parameter]), gradients.get(SIGNAL + one.path))

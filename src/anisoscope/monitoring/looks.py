@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor, nn
 
+from anisoscope.capture.beside import can_go_beside
 from anisoscope.capture.gradients import (
     EmbeddingGradient,
     LossFunction,
@@ -33,6 +35,9 @@ from anisoscope.rows import Chunk
 from anisoscope.stats.reservoir import row_keys
 from anisoscope.stats.turns import Turns
 from anisoscope.text.batches import Batch
+
+Meanwhile: TypeAlias = Callable[[tuple[SiteView, ...]], None]
+"""Given all sites as they are before any gradient is known."""
 
 
 @dataclass(frozen=True)
@@ -85,43 +90,85 @@ class _Gathered:
 
 
 def probe_look(
-    plan: Plan, batches: Sequence[Batch], loss: LossFunction, *, step: int, changed: Sequence[MapGradient] = ()
+    plan: Plan,
+    batches: Sequence[Batch],
+    loss: LossFunction,
+    *,
+    step: int,
+    changed: Sequence[MapGradient] = (),
+    meanwhile: Meanwhile | None = None,
 ) -> Look:
-    """One forward and backward pass over each batch. Gradients are those of the mean loss over all of them together."""
+    """One forward and backward pass over each batch. Gradients are those of the mean loss over all of them together.
+
+    Where the last backward pass can go on in a thread of its own, ``meanwhile`` is called with the states.
+    """
     held = _Tokens.of(plan, batches, loss)
     gathered = {site.name: _Gathered() for site in plan.sites}
     passes: list[Pass] = []
-    for batch, mask, where, weight in zip(batches, held.masks, held.places, held.weights, strict=True):
-        done = _pass(plan, batch, loss, held.tokens, weight / max(1, sum(held.weights)))
+    views: tuple[SiteView, ...] = ()
+
+    def seen(states: Mapping[str, Tensor], mask: Tensor, where: Tensor | None) -> None:
         for name, into in gathered.items():
-            _gather(into, name, done, mask, where, plan.turns)
+            _gather_states(into, name, states[name], mask, where, plan.turns)
+
+    def early(states: Mapping[str, Tensor], mask: Tensor, where: Tensor | None) -> None:
+        nonlocal views
+        seen(states, mask, where)
+        views = _of_states(plan, held, gathered, step)
+        assert meanwhile is not None
+        meanwhile(views)
+
+    last = len(batches) - 1
+    for at, (batch, mask, where) in enumerate(zip(batches, held.masks, held.places, strict=True)):
+        aside = meanwhile is not None and at == last and can_go_beside(_device_of(plan.model))
+        done = _pass(plan, batch, loss, held, at, partial(early, mask=mask, where=where) if aside else None)
+        if not views:
+            seen(done.states, mask, where)
+        for name, into in gathered.items():
+            if name in done.gradients:
+                into.g.append(_pick(done.gradients[name], where))
         # Rows are taken out here; what stays of a pass must not hold all tokens of all batches.
         kept = tuple(replace(one, signal=None if one.signal is None else _pick(one.signal, where)) for one in done.maps)
         passes.append(replace(done, states={}, gradients={}, maps=kept))
     missing = {name: why for done in passes for name, why in done.missing.items()}
     maps = _summed(passes)
     views = tuple(
+        replace(
+            view,
+            g=_joined(gathered[view.site].g),
+            no_gradient=missing.get(view.site, ""),
+            embedding=_merged([done.embedding for done in passes]) if site == plan.embed else None,
+            missing=_of_site(missing, site, plan),
+            **_maps_of(site, maps, changed),
+        )
+        for site, view in zip(plan.sites, views or _of_states(plan, held, gathered, step), strict=True)
+    )
+    weights = held.weights
+    value = sum(done.loss * weight for done, weight in zip(passes, weights, strict=True)) / max(1, sum(weights))
+    return Look(views, value, sum(batch.tokens for batch in batches))
+
+
+def _of_states(plan: Plan, held: _Tokens, gathered: Mapping[str, _Gathered], step: int) -> tuple[SiteView, ...]:
+    """All sites, without anything of gradients."""
+    return tuple(
         SiteView(
             site=site.name,
             step=step,
             seed=plan.seed,
             x=_as_one(gathered[site.name].x),
-            g=_joined(gathered[site.name].g),
+            g=None,
             ids=held.ids,
             positions=held.positions,
             sequences=held.sequences,
-            no_gradient=missing.get(site.name, ""),
             tokens=held.measured,
-            embedding=_merged([done.embedding for done in passes]) if site == plan.embed else None,
             turns=gathered[site.name].turns if plan.turns else None,
-            missing=_of_site(missing, site, plan),
-            **_maps_of(site, maps, changed),
         )
         for site in plan.sites
     )
-    weights = held.weights
-    value = sum(done.loss * weight for done, weight in zip(passes, weights, strict=True)) / max(1, sum(weights))
-    return Look(views, value, sum(batch.tokens for batch in batches))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -168,7 +215,10 @@ def _same(held: Sequence[Batch], batches: Sequence[Batch]) -> bool:
     return len(held) == len(batches) and all(one is two for one, two in zip(held, batches, strict=True))
 
 
-def _pass(plan: Plan, batch: Batch, loss: LossFunction, tokens: Tensor, scale: float) -> Pass:
+def _pass(
+    plan: Plan, batch: Batch, loss: LossFunction, held: _Tokens, at: int,
+    meanwhile: Callable[[Mapping[str, Tensor]], None] | None,
+) -> Pass:  # fmt: skip
     return gradient_pass(
         plan.model,
         batch,
@@ -177,8 +227,9 @@ def _pass(plan: Plan, batch: Batch, loss: LossFunction, tokens: Tensor, scale: f
         maps=[one for one in plan.maps if one.role in plan.kinds],
         signals="signal" in plan.kinds,
         embedding=plan.embed if "embedding" in plan.kinds else None,
-        tokens=tokens,
-        scale=scale,
+        tokens=held.tokens,
+        scale=held.weights[at] / max(1, sum(held.weights)),
+        meanwhile=meanwhile,
     )
 
 
@@ -220,15 +271,12 @@ def sequences_held(masks: Sequence[Bool[Tensor, "_ _"]], plan: Plan) -> Int64[Te
     return _sequences(_chosen(masks, plan))
 
 
-def _gather(into: _Gathered, name: str, done: Pass, mask: Tensor, where: Tensor | None, turns: bool) -> None:
-    states = done.states[name]
+def _gather_states(into: _Gathered, name: str, states: Tensor, mask: Tensor, where: Tensor | None, turns: bool) -> None:
     if states.shape[:2] != mask.shape:
         raise ShapeError(
             f"site {name!r} holds {tuple(states.shape[:2])} sequences and tokens, the probe {tuple(mask.shape)}"
         )
     into.x.append(_pick(states, where))
-    if name in done.gradients:
-        into.g.append(_pick(done.gradients[name], where))
     if turns:
         into.turns = into.turns.update(Chunk(states.cpu(), mask, 0, continues=False))
 

@@ -21,6 +21,7 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Workspace, compute, lookup
 from anisoscope.measures.later import one_thread_each
 from anisoscope.measures.table import measure
+from anisoscope.monitoring.early import Early
 from anisoscope.monitoring.sharing import OfAll, Shared, Sharing, wanted_cells
 from anisoscope.monitoring.stacking import GRADIENT, Stacked, gradient_names, numbered, still_note
 from anisoscope.monitoring.views import Analysis, Look, MapView, Name, OfModel, SiteView
@@ -115,8 +116,8 @@ class Book:
             self.fail(site, measure, error)
 
 
-def enter_look(book: Book, look: Look, what: What) -> None:
-    """Enter everything that is to be told of a look."""
+def enter_look(book: Book, look: Look, what: What, early: Early | None = None) -> None:
+    """Enter everything that is to be told of a look, of which some may have begun ``early``."""
     if look.loss is not None:
         book.attempt(MODEL, "loss", lambda: _loss(look))
     for site, why in look.silent.items():
@@ -126,7 +127,7 @@ def enter_look(book: Book, look: Look, what: What) -> None:
         # The model may run in bfloat16 or TF32; what is measured of it must not.
         device = look.views[0].x.device
         with full_precision(device), one_thread_each(device):
-            _enter_views(book, look.views, what)
+            _enter_views(book, look.views, what, early or Early(what.measures, what.analyses))
 
 
 def enter_model(book: Book, of_model: OfModel, device: torch.device) -> None:
@@ -140,22 +141,23 @@ def enter_model(book: Book, of_model: OfModel, device: torch.device) -> None:
                 book.enter(MODEL, name, result)
 
 
-def _enter_views(book: Book, views: Sequence[SiteView], what: What) -> None:
-    stacked = Stacked()
-    if views[0].x.device.type == "cuda":
+def _enter_views(book: Book, views: Sequence[SiteView], what: What, early: Early) -> None:
+    stacked, states = Stacked(), early.taken()
+    if states is not None or views[0].x.device.type == "cuda":
         cells = wanted_cells(what.analyses.values(), views)
-        stacked = Stacked.begin(views, what.measures, what.gradient_measures, norm_of_squares, cells)
+        stacked = Stacked.begin(views, what.measures, what.gradient_measures, norm_of_squares, cells, states)
+    del states
     slices = [begin_slice(views, where, what.global_measures) for where in what.slices if where != ALL]
     shared = stacked.taken()
     analyses = {name: begun for name, one in what.analyses.items() if (begun := _begin(one, views, shared)) is not None}
     del shared
     stacked.go_on()
     together = {name: analyses.pop(name)() for name in list(analyses)}  # while a GPU goes on with the measures
-    states, gradients = stacked.finish()
+    of_states, gradients = stacked.finish()
     sliced = [finish() for finish in slices]
     del stacked, slices  # they hold the rows of all sites, and what is left to measure may need the room
     for view in views:
-        _enter_states(book, view, what, states.get(view.site, {}))
+        _enter_states(book, view, what, of_states.get(view.site, {}))
         for one in sliced:
             _enter_slice(book, view.site, one, what)
         _enter_gradients(book, view, what, gradients.get(view.site))

@@ -22,15 +22,24 @@ OfAll: TypeAlias = Mapping[str, Mapping[Name, Estimate | Curve | Exception] | Ex
 @dataclass(frozen=True)
 class Gradients:
     """Gradients of all sites in one tensor, each site times a power of two that brings its longest row near 1 where it
-    was far from that; and how long the longest row of each was before.
+    was far from that; and how long the longest row of each was before. Both wait for these lengths, by ``brought``.
 
     ``second`` is where second moments of all sites' rows, about zero, are put by whoever forms them: measures of
     gradients wait for them there. None where they do not.
     """
 
-    rows: Float[Tensor, "s n d"]
-    longest: tuple[float, ...]
+    brought: Callable[[], tuple[Float[Tensor, "s n d"], Sequence[float]]]
     second: Handover | None = None
+
+    @property
+    def rows(self) -> Float[Tensor, "s n d"]:
+        """The gradients."""
+        return self.brought()[0]
+
+    @property
+    def longest(self) -> Sequence[float]:
+        """Of each site."""
+        return self.brought()[1]
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,8 @@ class Sharing(Protocol):
     """
 
     def shared_cells(self, views: Sequence[SiteView]) -> Cells | None:
-        """The cells it would like sums of."""
+        """The cells it would like sums of. Asked with the views, and before that with the same ones while gradients are
+        on their way: ``g`` is None then."""
         ...
 
     def begin_together(self, views: Sequence[SiteView], shared: Shared | None = None) -> Callable[[], OfAll]:

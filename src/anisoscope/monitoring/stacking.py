@@ -5,6 +5,7 @@ Sites that are not ordinary are missing from what comes out, and are then measur
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from torch import Tensor
 from anisoscope.estimate import Estimate
 from anisoscope.kernels import sent, sent_on
 from anisoscope.measures.base import with_notes
-from anisoscope.measures.cells import Cells
+from anisoscope.measures.cells import Cells, SiteSums
 from anisoscope.measures.later import Going, Handover, fetched_later, no_room
 from anisoscope.measures.row_kernels import squared_lengths, taken
 from anisoscope.measures.stacked import STACKED, begin, begin_summed
@@ -65,6 +66,38 @@ def _nothing() -> Going[Found]:
     return Going(lambda: dict)
 
 
+@dataclass(frozen=True)
+class States:
+    """The rows of all sites in one tensor, their measures under way, and what was summed for these."""
+
+    x: Float[Tensor, "s n d"]
+    going: Going[OfSites]
+    sums: SiteSums | None
+
+    @classmethod
+    def begin(cls, views: Sequence[SiteView], measures: Sequence[str], cells: Cells | None) -> States | None:
+        """Begin them, where these views are alike and the device has room."""
+        if not _alike(views) or not (names := _stacked_names(views, measures)):
+            return None
+        return with_room(lambda: cls.of(views, names, cells), None)
+
+    @classmethod
+    def of(cls, views: Sequence[SiteView], names: Sequence[str], cells: Cells | None) -> States:
+        """Of views that are alike."""
+        x = torch.stack([view.x for view in views])
+        return cls(x, *begin_summed(x, names, cells))
+
+
+def _alike(views: Sequence[SiteView]) -> bool:
+    first = views[0].x
+    return all((v.x.shape, v.x.dtype, v.x.device) == (first.shape, first.dtype, first.device) for v in views)
+
+
+def _stacked_names(views: Sequence[SiteView], measures: Sequence[str]) -> list[str]:
+    """Which of the measures are taken together."""
+    return [name for name in measures if name in STACKED] if views[0].x.dtype == torch.float32 else []
+
+
 @dataclass
 class Stacked:
     """Measures under way. Without anything begun, nothing comes out.
@@ -84,10 +117,12 @@ class Stacked:
         gradient_measures: Sequence[str],
         norm: Norm,
         cells: Cells | None = None,
+        states: States | None = None,
     ) -> Stacked:
         """Begin what these views have in common; ``norm`` makes the norm of squared lengths of rows. Sums over
-        ``cells`` of the rows of states are shared, where they are formed."""
-        return with_room(lambda: cls._begin(views, measures, gradient_measures, norm, cells), cls())
+        ``cells`` of the rows of states are shared, where they are formed. ``states`` are what was begun of the same
+        rows before gradients were there."""
+        return with_room(lambda: cls._begin(views, measures, gradient_measures, norm, cells, states), cls())
 
     @classmethod
     def _begin(
@@ -97,22 +132,19 @@ class Stacked:
         gradient_measures: Sequence[str],
         norm: Norm,
         cells: Cells | None,
+        states: States | None,
     ) -> Stacked:
-        first = views[0].x
-        alike = all((v.x.shape, v.x.dtype, v.x.device) == (first.shape, first.dtype, first.device) for v in views)
-        if not alike:
+        if not _alike(views):
             return cls()
-        names = [name for name in measures if name in STACKED]
-        if not names or first.dtype != torch.float32:
-            return cls(gradients=_begin_gradients(views, gradient_measures, norm, None)()[0])
+        names = _stacked_names(views, measures)
         # Whoever asks for cells of the rows forms second moments of gradients on the way; one measure is made of them.
-        second = Handover() if cells is not None and "isoscore" in gradient_measures else None
-        begun = _begin_gradients(views, gradient_measures, norm, second)
-        x = torch.stack([view.x for view in views])
-        states, sums = begin_summed(x, names, cells)
-        gradients, rows = begun()
-        shared = Shared(tuple(view.site for view in views), x, sums, rows)
-        return cls(_followed(states, lambda found: _by_site(views, found)), gradients, shared)
+        second = Handover() if names and cells is not None and "isoscore" in gradient_measures else None
+        gradients, rows = _begin_gradients(views, gradient_measures, norm, second)
+        if not names:
+            return cls(gradients=gradients)
+        states = states or States.of(views, names, cells)
+        shared = Shared(tuple(view.site for view in views), states.x, states.sums, rows)
+        return cls(_followed(states.going, lambda found: _by_site(views, found)), gradients, shared)
 
     def taken(self) -> Shared | None:
         """What is shared, handed over."""
@@ -162,25 +194,32 @@ def _with_reason(found: Estimate) -> Estimate:
 
 def _begin_gradients(
     views: Sequence[SiteView], measures: Sequence[str], norm: Norm, second: Handover | None
-) -> Callable[[], tuple[Going[Found], Gradients | None]]:
-    """Ask for the lengths of the rows, which say what is to be measured of them; then begin that; then give it. Beside
-    it the gradients themselves, where all views have one. Their ``second`` moments are others' to form, if given."""
+) -> tuple[Going[Found], Gradients | None]:
+    """Ask for the lengths of the rows, which say what is to be measured of them. Beside the measures the gradients
+    themselves, where all views have one. Their ``second`` moments are others' to form, if given."""
     whole = [view for view in views if view.g is not None and view.g.dtype == torch.float32 and len(view.g)]
     if not whole or not set(measures) <= set(STACKED):
-        return lambda: (_nothing(), None)
+        return _nothing(), None
     if len({(view.g.shape, view.g.device) for view in whole if view.g is not None}) > 1:
-        return lambda: (_nothing(), None)
+        return _nothing(), None
     rows = torch.stack([view.g for view in whole if view.g is not None])
     lengths = fetched_later({"": squared_lengths(rows)})
 
-    def begun() -> tuple[Going[Found], Gradients | None]:
-        squares = lengths()[""]
-        longest = np.sqrt(squares.max(axis=1)).tolist()
+    @functools.cache
+    def brought() -> tuple[Float[Tensor, "s n d"], list[float]]:
+        longest = np.sqrt(lengths()[""].max(axis=1)).tolist()
         _bring_near(rows, longest)
-        given = Gradients(rows, tuple(longest), second) if len(whole) == len(views) else None
-        return _begin_moving(whole, rows, squares, measures, norm, None if given is None else second), given
+        return rows, longest
 
-    return begun
+    given = Gradients(brought, second) if len(whole) == len(views) else None
+
+    def rest() -> Callable[[], Found]:
+        near, squares = brought()[0], lengths()[""]
+        going = _begin_moving(whole, near, squares, measures, norm, None if given is None else second)
+        going.go_on()
+        return going
+
+    return Going(rest), given
 
 
 def _bring_near(rows: Float[Tensor, "s n d"], longest: Sequence[float]) -> None:

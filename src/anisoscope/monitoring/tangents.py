@@ -182,7 +182,8 @@ class TangentAnalysis:
     def begin_stacked(self, views: Sequence[SiteView], shared: Shared | None = None) -> Callable[[], Told]:
         """Begin with those sites."""
         ready = self._ready(views)
-        return dict if ready is None else begin_stacked(self, views, ready, shared)
+        there = all(view.g is not None for view in views)
+        return begin_stacked(self, views, ready, shared) if ready is not None and there else dict
 
     def shared_cells(self, views: Sequence[SiteView]) -> Cells | None:
         """The halves of the rows, whose sums fits start from; see ``sharing.Sharing``."""

@@ -51,21 +51,23 @@ class Prepared:
 
 
 def alike(views: Sequence[SiteView]) -> bool:
-    """Whether the rows of all views can stand in one tensor, gradients beside them."""
-    if not views or any(view.g is None for view in views):
+    """Whether the rows of all views can stand in one tensor, and gradients beside them in another, as soon as there are
+    any."""
+    if not views:
         return False
-    first = views[0]
-    return all(
-        view.x.shape == first.x.shape
-        and view.g is not None
-        and view.g.shape == first.x.shape
-        and view.x.dtype == first.x.dtype == view.g.dtype
-        and view.x.device == first.x.device == view.g.device
+    first, form = views[0], _form(views[0].x)
+    return sum(view.g is None for view in views) in (0, len(views)) and all(
+        _form(view.x) == form
+        and (view.g is None or _form(view.g) == form)
         and view.step == first.step
         and (view.ids is first.ids or torch.equal(view.ids, first.ids))
         and (view.sequences is first.sequences or torch.equal(view.sequences, first.sequences))
         for view in views
     )
+
+
+def _form(rows: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return rows.shape, rows.dtype, rows.device
 
 
 def prepared(asked: Asked, views: Sequence[SiteView], known: Prepared | None, bootstraps: int) -> Prepared | None:
@@ -134,14 +136,15 @@ def _begin(
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows and gradients of some sites, sums over halves of the rows where they are known, and what says, later, which
-    factor brings each site's gradients into range, as ``units.in_range``: None where the site is not ordinary.
+    """Rows of some sites, what gives their gradients, sums over halves of the rows where they are known, and what says,
+    later, which factor brings each site's gradients into range, as ``units.in_range``: None where the site is not
+    ordinary.
 
     ``second`` takes second moments of these gradients, as they are, to the measures that wait for them.
     """
 
     x: Float[Tensor, "s n d"]
-    g: Float[Tensor, "s n d"]
+    g: Callable[[], Float[Tensor, "s n d"]]
     sums: CellSums | None
     scales: Callable[[], list[float | None]]
     second: Callable[[Float[Tensor, "s d d"]], None] | None
@@ -158,16 +161,17 @@ class Rows:
 
         near, sums = (None, None) if shared is None else (shared.gradients, shared.sums)
         x = _stacked([view.x for view in views]) if shared is None else picked(shared.x)
-        g = _stacked([view.g for view in views]) if near is None else picked(near.rows)
         asked_for = {"x": largest_sizes(x) if sums is None else picked(sums.size)}
         if near is None:
-            asked_for["g"] = largest_sizes(g)
+            own = _stacked([view.g for view in views])
+            asked_for["g"] = largest_sizes(own)
         later = fetched_later(asked_for)
 
         def scales() -> list[float | None]:
             found = later()
             if near is not None:
-                factors = [1.0 if 0 < near.longest[place] < math.inf else None for place in places]
+                longest = near.longest
+                factors = [1.0 if 0 < longest[place] < math.inf else None for place in places]
             else:
                 factors = [power_of_two_scale(one) if 0 < one < math.inf else None for one in found["g"].tolist()]
             fine = [math.isfinite(one) and power_of_two_scale(one) == 1 for one in found["x"].tolist()]
@@ -177,7 +181,8 @@ class Rows:
         if by_half is not None and some is not None:
             by_half = by_half.of_sites(some)
         second = None if near is None or near.second is None else partial(near.second.give, places)
-        return cls(x, g, by_half, scales, second)
+        # Lengths of what is shared are waited for: not before all that asks for states alone is begun.
+        return cls(x, (lambda: own) if near is None else lambda: picked(near.rows), by_half, scales, second)
 
 
 def _stacked(each: Sequence[Tensor | None]) -> Float[Tensor, "s n d"]:
@@ -188,8 +193,7 @@ def _attempt(
     asked: Asked, views: Sequence[SiteView], ready: Prepared, rows: Rows, *, first: bool
 ) -> Callable[[], Told] | Sequence[SiteView]:
     """The same if all of these are of ordinary size; those that are, if not all."""
-    x, g = rows.x, rows.g
-    rank, (sites, _, width) = asked.rank, x.shape
+    x, rank, (sites, _, width) = rows.x, asked.rank, rows.x.shape
     layout, types = ready.layout, ready.types
     centred = Centred.of(x, layout.halves.rows, rows.sums)
     later = _begin_pca(asked, views, centred)
@@ -197,7 +201,7 @@ def _attempt(
     scales = rows.scales()
     if None in scales:
         return [view for view, scale in zip(views, scales, strict=True) if scale is not None]
-    factors = [scale for scale in scales if scale is not None]
+    g, factors = rows.g(), [scale for scale in scales if scale is not None]
     if any(scale != 1 for scale in factors):
         g *= sent(factors, g)[:, None, None]  # shares do not see the factor; and these are nobody else's
     fits = _seminmf(asked, views, centred, first=first)
