@@ -23,7 +23,7 @@ from anisoscope.measures.table import measure
 from anisoscope.monitor import DEFAULT_MEASURES, GRADIENT_MEASURES
 from anisoscope.monitoring import stacking, tangents_together
 from anisoscope.monitoring.measuring import Book, What, _enter_gradients, _enter_states, enter_look, norm_of_squares
-from anisoscope.monitoring.stacking import Stacked
+from anisoscope.monitoring.stacking import Stacked, summed_by_sequence
 from anisoscope.monitoring.tangents import TangentAnalysis
 from anisoscope.monitoring.tangents_together import alike
 from anisoscope.monitoring.views import Look, SiteView
@@ -621,9 +621,8 @@ def test_correlations_leave_out_draws_with_a_constant_side():
 
 
 def test_the_norm_of_a_gradient_has_the_spread_of_its_sequences():
-    squares = draw(300).double().square()
-    number = torch.arange(300) // 20
-    found = norm_of_squares(squares, number, 600)
+    squares, number = draw(300).double().square(), torch.arange(300) // 20
+    found = norm_of_squares(summed_by_sequence(squares[None].numpy(), number)[0], 300, 600)
     sums = [float(part.sum()) for part in squares.split(20)]
     assert found.value == pytest.approx((2 * sum(sums)) ** 0.5) and found.dof == 14
     assert found.stderr == pytest.approx(2 * statistics.stdev(sums) * 15**0.5 / (2 * found.value))

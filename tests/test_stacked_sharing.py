@@ -3,6 +3,7 @@
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from test_stacked import asked, draw, looked, same
@@ -17,7 +18,7 @@ from anisoscope.monitor import DEFAULT_MEASURES, GRADIENT_MEASURES
 from anisoscope.monitoring import measuring, stacking, tangents_together
 from anisoscope.monitoring.measuring import Book, What, enter_look, norm_of_squares
 from anisoscope.monitoring.sharing import Shared, Sharing, wanted_cells
-from anisoscope.monitoring.stacking import Stacked, numbered
+from anisoscope.monitoring.stacking import Stacked, summed_by_sequence
 from anisoscope.monitoring.tangents import TangentAnalysis
 from anisoscope.monitoring.views import Look
 from anisoscope.stats import moments
@@ -217,10 +218,13 @@ def test_one_site_that_is_not_ordinary_does_not_keep_moments_from_the_others(why
     agree(found, {site: plain[site] for site in there}, 1e-9)
 
 
-def test_sequences_are_numbered_in_order():
-    mixed = torch.randint(-3, 40, (200,), generator=torch.Generator().manual_seed(0))
-    for names in (torch.tensor([4, 4, 7, 9, 9]), mixed, torch.tensor([5]), torch.arange(0)):
-        assert torch.equal(numbered(names), names.unique(return_inverse=True)[1])
+def test_squares_are_summed_by_sequence_in_order():
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randint(-3, 40, (200,), generator=generator)
+    for names in (torch.tensor([4, 4, 7, 9, 9]), mixed, torch.tensor([5]), mixed.sort().values):
+        squares = torch.rand(3, len(names), generator=generator, dtype=torch.float64).numpy()
+        right = [[one[names.numpy() == name].sum() for name in sorted(set(names.tolist()))] for one in squares]
+        assert np.allclose(summed_by_sequence(squares, names), right, rtol=1e-12)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30, "no gradient", "bad gradient"])

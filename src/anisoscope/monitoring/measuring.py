@@ -23,7 +23,7 @@ from anisoscope.measures.later import one_thread_each
 from anisoscope.measures.table import measure
 from anisoscope.monitoring.early import Early
 from anisoscope.monitoring.sharing import OfAll, Shared, Sharing, wanted_cells
-from anisoscope.monitoring.stacking import GRADIENT, Stacked, gradient_names, numbered, still_note
+from anisoscope.monitoring.stacking import GRADIENT, Stacked, gradient_names, still_note, summed_by_sequence
 from anisoscope.monitoring.views import Analysis, Look, MapView, Name, OfModel, SiteView
 from anisoscope.rows import all_finite, non_finite_rows
 from anisoscope.runs.records import Curve, Failure, Record
@@ -91,6 +91,21 @@ class Book:
             self.curves.append(replace(result, name=measure, **place))  # type: ignore[arg-type]
         else:
             raise OptionError(f"{measure!r} gave {type(result).__name__}; give an Estimate or a Curve")
+
+    def enter_all(self, site: str, found: Mapping[Name, Estimate | Curve | Exception]) -> None:
+        """Enter all of these, and of what is an exception that it failed: a look has hundreds to be entered."""
+        run, step, cell, taken, records = self.run, self.step, self.cell, self._taken, self.records
+        for name, result in found.items():
+            measure, where = (name, ALL) if isinstance(name, str) else name
+            place = ("result", site, measure, where)
+            if type(result) is Estimate and place not in taken:
+                taken.add(place)
+                one = Record(run=run, step=step, site=site, measure=measure, slice=where, estimate=result, cell=cell)
+                records.append(one)
+            elif isinstance(result, Exception):
+                self.fail(site, name if isinstance(name, str) else " · ".join(name), result)
+            else:
+                self.enter(site, name, result)
 
     def fail(self, site: str, measure: str, error: Exception | str, where: str = ALL) -> None:
         """Enter that something was due and failed."""
@@ -261,11 +276,7 @@ def _enter_states(book: Book, view: SiteView, what: What, known: Mapping[str, Es
         book.attempt(view.site, name, lambda name=name: _of_turns(name, view))  # type: ignore[misc]
     rest = [name for name in what.measures if name not in what.along_turns]
     found = dict(known) | _together(view.x, [name for name in rest if name not in known], what.seed)
-    for name, result in ((name, found[name]) for name in rest):
-        if isinstance(result, Estimate):
-            book.enter(view.site, name, result)
-        else:
-            book.fail(view.site, name, result)
+    book.enter_all(view.site, {name: found[name] for name in rest})
 
 
 def _of_turns(name: str, view: SiteView) -> Estimate:
@@ -324,14 +335,13 @@ def gradient_norm(g: Float[Tensor, "n d"], sequences: Int64[Tensor, "n"], tokens
     """
     if len(g) == 0:
         raise TooFewRowsError("no row of the gradient is held")
-    return norm_of_squares(g.double().square().sum(dim=1).cpu(), numbered(sequences), tokens)
+    squares = g.double().square().sum(dim=1).cpu().numpy()
+    return norm_of_squares(summed_by_sequence(squares[None], sequences)[0], len(g), tokens)
 
 
-def norm_of_squares(squares: Float[Tensor, "n"], number: Int64[Tensor, "n"], tokens: int) -> Estimate:
-    """The same from the squared length of each row and the number of its sequence."""
-    n = len(squares)
+def norm_of_squares(sums: Float[np.ndarray, "u"], n: int, tokens: int) -> Estimate:
+    """The same from the squared lengths of n rows, added up over each sequence."""
     factor = max(1.0, tokens / n)
-    sums = np.bincount(number.numpy(), weights=squares.numpy())
     total = float(sums.sum())
     value = math.sqrt(factor * total)
     method = "Frobenius norm of the gradient of the mean loss"
@@ -388,11 +398,6 @@ def _enter_analysis(
         found = analysis(view) if together is None or view.site not in together else together[view.site]
         if isinstance(found, Exception):
             raise found
-        results = dict(found)
-        for key, result in results.items():
-            if isinstance(result, Exception):
-                book.fail(view.site, key if isinstance(key, str) else " · ".join(key), result)
-            else:
-                book.enter(view.site, key, result)
+        book.enter_all(view.site, dict(found))
     except Exception as error:  # an analysis may raise anything, and must not end the others
         book.fail(view.site, name, error)

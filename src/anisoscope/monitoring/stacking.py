@@ -37,7 +37,8 @@ short beside it as if it had been brought to 1, and below the upper one no squar
 MOST_EXPONENT = 126  # of a power of two that float32 rows are multiplied with
 
 Found: TypeAlias = dict[str, Mapping[str, Estimate]]
-Norm: TypeAlias = Callable[[Tensor, Tensor, int], Estimate]
+Norm: TypeAlias = Callable[[np.ndarray, int, int], Estimate]
+"""Makes the norm of a gradient from its rows' squared lengths summed by sequence, their number and that of tokens."""
 
 
 def with_room(act: Callable[[], T], otherwise: T) -> T:
@@ -119,9 +120,9 @@ class Stacked:
         cells: Cells | None = None,
         states: States | None = None,
     ) -> Stacked:
-        """Begin what these views have in common; ``norm`` makes the norm of squared lengths of rows. Sums over
-        ``cells`` of the rows of states are shared, where they are formed. ``states`` are what was begun of the same
-        rows before gradients were there."""
+        """Begin what these views have in common; ``norm`` makes the norm of a gradient. Sums over ``cells`` of the rows
+        of states are shared, where they are formed. ``states`` are what was begun of the same rows before gradients
+        were there."""
         return with_room(lambda: cls._begin(views, measures, gradient_measures, norm, cells, states), cls())
 
     @classmethod
@@ -258,14 +259,13 @@ def _begin_moving(
 
     def told(results: OfSites) -> Found:
         found: Found = {}
-        first = whole[0].sequences
-        number, each = numbered(first), iter(results)
+        first, n = whole[0].sequences, squares.shape[1]
+        sums, each, notes = summed_by_sequence(squares, first), iter(results), still_note(left, n)
         for site, view in enumerate(whole):
             result = next(each) if good[site] else None
             if result is None or not (view.sequences is first or torch.equal(view.sequences, first)):
                 continue
-            own = {f"{GRADIENT}norm": norm(torch.from_numpy(squares[site]), number, view.tokens)}
-            notes = still_note(left, len(squares[site]))
+            own = {f"{GRADIENT}norm": norm(sums[site], n, view.tokens)}
             for name, one in result.items():
                 one = _with_reason(one)
                 own[GRADIENT + name] = replace(one, notes=(*one.notes, *notes)) if notes else one
@@ -275,12 +275,11 @@ def _begin_moving(
     return _followed(begun, told)
 
 
-def numbered(sequences: Int64[Tensor, "n"]) -> Int64[Tensor, "n"]:
-    """The number of each row's sequence, counted from 0 in ascending order of what sequences are called."""
-    here = sequences.cpu()
-    steps = here.diff()
-    if len(here) and bool(
-        (steps >= 0).all()
-    ):  # as a rule: sorting takes longer than all the rest that is told of gradients
-        return torch.nn.functional.pad((steps > 0).cumsum(dim=0), (1, 0))
-    return here.unique(return_inverse=True)[1]
+def summed_by_sequence(squares: Float[np.ndarray, "s n"], sequences: Int64[Tensor, "n"]) -> Float[np.ndarray, "s u"]:
+    """Numbers of rows added up over each sequence, in ascending order of what sequences are called."""
+    here = sequences.cpu().numpy()
+    steps = np.diff(here)
+    if bool((steps >= 0).all()):  # as a rule: sorting takes longer than all the rest that is told of gradients
+        return np.add.reduceat(squares, np.flatnonzero(np.append(True, steps > 0)), axis=1)
+    number = np.unique(here, return_inverse=True)[1]
+    return np.stack([np.bincount(number, weights=one) for one in squares])

@@ -20,11 +20,10 @@ WRAPPERS = ("DistributedDataParallel", "DataParallel")
 def untouched(model: nn.Module, *, autocast: torch.dtype | None = None) -> Iterator[None]:
     """Inside: eval mode, gradients enabled, autocast off (or as asked for), nothing compiled. Afterwards: as before.
 
-    Restored are the states of the random numbers of Python, NumPy and torch (CPU, CUDA, MPS) and each module's mode.
+    Random numbers are not seen to here: whoever looks does, by ``same_random_numbers``, around all that it does.
     """
     device = next((p.device.type for p in model.parameters()), "cpu")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(same_random_numbers())
         stack.enter_context(_modes(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

@@ -26,7 +26,7 @@ from anisoscope.tangent.drawn import Gaussians
 from anisoscope.tangent.sweeps import has_kernels
 from anisoscope.tangent.wide_controls import Products, products_in_halves
 
-IMAGE_CELLS = 1 << 27  # images of draws held at a time
+IMAGE_CELLS = 5 << 25  # images of draws held at a time: those of 18 halves of width 384 and rank 16 are
 MOST_RANK = 32  # larger matrices no longer fit into registers
 STEPS = 3  # of Newton's, towards orthonormal columns
 LEAST_COSINE = 1e-8  # between a basis and the first axes: below it the plain path chooses a reflection

@@ -22,7 +22,6 @@ from anisoscope.estimate import Estimate
 from anisoscope.kernels import kernels_of, kernels_run, on_its_device
 from anisoscope.measures.row_kernels import column_sums
 from anisoscope.tangent.frequency import CENTROIDS, CORRELATIONS, SAME
-from anisoscope.tangent.stacked import jackknives
 from anisoscope.tangent.units import FEWEST, stream
 from anisoscope.text.frequency import FrequencyBins, TokenCounts
 
@@ -86,9 +85,9 @@ class Types:
         return _Counts.of(self.log_count, torch.stack([weights, self.weights[1]]))
 
     @cached_property
-    def cells(self) -> list[tuple[_Cell, _Cell]]:
+    def cells(self) -> tuple[_Cells, _Cells]:
         """Types by bin: those with a centroid of their own, and all of them."""
-        return [(_Cell.of(self, at, own=True), _Cell.of(self, at, own=False)) for at in range(self.number)]
+        return _Cells.of(self, own=True), _Cells.of(self, own=False)
 
     @cached_property
     def ordinary(self) -> bool:
@@ -249,10 +248,10 @@ class _Cell:
     """Types of one bin, of both centroids or of those with an own one alone, and what is told of them at every site."""
 
     at: Int[np.ndarray, "c"]
-    sizes: Float[np.ndarray, "c"]
     tokens: int
     method: str
-    over: str
+    over: str | None
+    dof: int | None
     notes: tuple[str, ...]
 
     @classmethod
@@ -262,34 +261,68 @@ class _Cell:
         at = np.flatnonzero(here & (types.sizes > 1) if own else here)
         notes = (f"{once:,} tokens whose type stands here once are left out",) if once else ()
         sizes, method = types.sizes[at], f"mean distance to the {CENTROIDS[0 if own else 1]}"
-        return cls(at, sizes, int(sizes.sum()), method, f"{len(at)} token types", notes)
+        total = sizes.sum()
+        if len(at) < FEWEST or sizes.max() >= total * (1 - 1e-12):  # as ``units.jackknife``; every type has tokens
+            notes = (f"no error bar: fewer than {FEWEST} independent units with energy", *notes)
+            return cls(at, int(total), method, None, None, notes)
+        return cls(at, int(total), method, f"{len(at)} token types", len(at) - 1, notes)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """All bins, and of those that have types: the types, bin by bin, where each bin begins, how many it has, how many
+    tokens, and one over those that are left without each type."""
+
+    each: tuple[_Cell, ...]
+    at: Int[np.ndarray, "u"]
+    begins: Int[np.ndarray, "c"]
+    count: Int[np.ndarray, "c"]
+    tokens: Float[np.ndarray, "c"]
+    left: Float[np.ndarray, "u"]
+
+    @classmethod
+    def of(cls, types: Types, *, own: bool) -> _Cells:
+        each = tuple(_Cell.of(types, number, own=own) for number in range(types.number))
+        full = [cell for cell in each if len(cell.at)]
+        at = np.concatenate([cell.at for cell in full] or [np.zeros(0, dtype=np.int64)])
+        count = np.array([len(cell.at) for cell in full], dtype=np.int64)
+        tokens = np.array([cell.tokens for cell in full], dtype=np.float64)
+        rest = np.repeat(tokens, count) - types.sizes[at]
+        begins = np.append(0, np.cumsum(count))[:-1]
+        return cls(each, at, begins, count, tokens, 1 / np.where(rest > 0, rest, 1.0))
+
+    def means(self, values: Float[np.ndarray, "s t"]) -> list[list[Estimate | None]]:
+        """Of sums over the tokens of each type, by bin and site, with ``units.jackknife`` over types."""
+        if not len(self.at):
+            return [[None] * len(values) for _ in self.each]
+        tops, count = values.take(self.at, axis=1), self.count
+        whole = np.add.reduceat(tops, self.begins, axis=1)
+        without = np.subtract(whole.repeat(count, axis=1), tops, out=tops)
+        without *= self.left
+        without -= (np.add.reduceat(without, self.begins, axis=1) / count).repeat(count, axis=1)
+        spread = np.add.reduceat(np.square(without, out=without), self.begins, axis=1)
+        stderr = np.sqrt((count - 1) / count * spread).T.tolist()
+        told = zip((whole / self.tokens).T.tolist(), stderr, strict=True)
+        return [[None] * len(values) if not len(cell.at) else _told_means(cell, *next(told)) for cell in self.each]
+
+
+def _told_means(cell: _Cell, means: Sequence[float], stderr: Sequence[float]) -> list[Estimate | None]:
+    n, method, notes, over, dof = cell.tokens, cell.method, cell.notes, cell.over, cell.dof
+    if over is None:
+        return [Estimate(value=one, stderr=None, n=n, method=method, notes=notes) for one in means]
+    return [
+        Estimate(value=one, stderr=bar, n=n, method=method, notes=notes, over=over, dof=dof)
+        for one, bar in zip(means, stderr, strict=True)
+    ]
 
 
 def distance_estimates(
     sums: Float[np.ndarray, "two s t"], types: Types
 ) -> list[list[tuple[Estimate | None, Estimate | None]]]:
     """``frequency.distances_by_frequency`` of each site: own and overall, by bin."""
-    bins = [
-        zip(*(_means(values, cell) for values, cell in zip(sums, cells, strict=True)), strict=True)
-        for cells in types.cells
-    ]
+    own, overall = (cells.means(values) for cells, values in zip(types.cells, sums, strict=True))
+    bins = [zip(*pair, strict=True) for pair in zip(own, overall, strict=True)]
     return [list(site) for site in zip(*bins, strict=True)]
-
-
-def _means(values: Float[np.ndarray, "s t"], cell: _Cell) -> Sequence[Estimate | None]:
-    if len(cell.at) == 0:
-        return [None] * len(values)
-    tops = values.take(cell.at, axis=1)
-    stderr, _, there = jackknives(tops.T, cell.sizes[:, None])
-    means = (tops.sum(axis=1) / cell.sizes.sum()).tolist()
-    if not there[0]:
-        notes = (f"no error bar: fewer than {FEWEST} independent units with energy", *cell.notes)
-        return [Estimate(value=one, stderr=None, n=cell.tokens, method=cell.method, notes=notes) for one in means]
-    dof = len(cell.at) - 1  # every type has tokens
-    return [
-        Estimate(value=one, stderr=bar, n=cell.tokens, method=cell.method, notes=cell.notes, over=cell.over, dof=dof)
-        for one, bar in zip(means, stderr.tolist(), strict=True)
-    ]
 
 
 def correlation_estimates(drawn: Float[np.ndarray, "two two s b"], types: Types) -> list[list[list[Estimate | None]]]:
