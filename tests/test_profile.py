@@ -20,7 +20,7 @@ from anisoscope.models.sites import discover
 from anisoscope.profiling import ProfileOptions, over_batches, profile_model
 from anisoscope.rows import Chunk
 from anisoscope.sampling import collect_sample
-from anisoscope.slices import ALL, NO_MASSIVE, NO_POSITION_0, massive_dimensions
+from anisoscope.slices import ALL, NO_MASSIVE, NO_POSITION_0, gathered, kept_columns, massive_dimensions
 from anisoscope.stats import precision
 from anisoscope.stats.reservoir import Reservoir
 from anisoscope.stats.turns import Turns
@@ -308,3 +308,13 @@ def test_a_batch_without_error_bar_leaves_the_mean_without_one():
     assert over_batches([one(1.0, 0.1), one(3.0, None)], 10).stderr is None
     both = over_batches([one(1.0, 0.3), one(3.0, 0.4)], 10)
     assert both.value == 2 and both.stderr == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("left_out", [[], [0], [63], [5, 6, 40], list(range(0, 64, 2)), list(range(64))])
+def test_columns_are_gathered_whatever_their_runs(left_out):
+    rows = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    numbers = kept_columns(64, torch.tensor(left_out, dtype=torch.int64))
+    for some in (numbers, numbers.flip(0), numbers.repeat(2)):
+        assert torch.equal(gathered(rows, some, 1), rows[:, some])
+        assert torch.equal(gathered(rows[:, ::2], some[some < 32], 1), rows[:, ::2][:, some[some < 32]])
+    assert torch.equal(gathered(rows, numbers[numbers < 50]), rows[numbers[numbers < 50]])

@@ -216,10 +216,13 @@ def trace_bias(
     few = max(PAIRS_TOGETHER // count, 1) if positive.device.type == "cpu" else count
     total = positive.new_zeros(())
     for at, (here, fs_here) in enumerate(zip(positive.split(few), fs.split(few), strict=True)):
-        gap, both = here[:, None] - positive, here[:, None] + positive
+        # Each pair once: the divided difference is the same from both sides. Rows meet those that follow them.
+        there, fs_there, own = positive[at * few :], fs[at * few :], len(here)
+        gap, both = here[:, None] - there, here[:, None] + there
         close = (gap.abs() < 1e-5 * both).nonzero(as_tuple=True)
         gap[close] = 1.0
-        divided = (fs_here[:, None] - fs).div_(gap)
+        divided = (fs_here[:, None] - fs_there).div_(gap)
         divided[close] = bend(both[close] / 2)  # few beside the diagonal, and dear
-        total += here @ (divided @ positive) + divided.diagonal(at * few) @ here.square()
+        total += here @ (divided[:, :own] @ here + 2 * (divided[:, own:] @ there[own:]))
+        total += divided.diagonal() @ here.square()
     return float(total) / (2 * dof)

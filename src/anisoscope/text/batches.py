@@ -195,11 +195,13 @@ def _around(tokenizer: Tokenizer, add_special: bool | str) -> tuple[tuple[int, .
 def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> list[Int[np.ndarray, "_"]]:
     parts: list[Int[np.ndarray, "_"]] = []
     group: list[str] = []
+    size = 0
     for document in corpus:
         group.append(document)
-        if sum(map(len, group)) >= ENCODED_AT_ONCE:
+        size += len(document)
+        if size >= ENCODED_AT_ONCE:
             parts += tokenizer.encode_many(group)
-            group = []
+            group, size = [], 0
     parts = [ids for ids in (*parts, *tokenizer.encode_many(group)) if len(ids)]
     if not parts:
         raise TooFewTokensError(f"{corpus.name} gives no token at all with this tokenizer")
