@@ -64,22 +64,27 @@ def look() -> list[Table]:
 
 def look_seconds(layers: int, width: int, vectors: int, looks: int) -> list[float]:
     """Seconds of each look."""
-    spec = ModelSpec(architecture="gpt2", layers=layers, width=width, heads=width // 64,
-                     vocab_size=probe.VOCABULARY, context=probe.LENGTH, causal=True)  # fmt: skip
-    model = build_model(spec, 0).to(DEVICE)
-    probe.trained(model, torch.device(DEVICE), 20)
-    ids = probe.zipf_ids(16_384).view(-1, probe.LENGTH)
-    counts = TokenCounts.of(probe.zipf_ids(2_000_000, 9), probe.VOCABULARY).update(ids)
-    monitor = Monitor(
-        model, probe=[probe.batch_of(ids)], schedule=every(1), loss=CausalLoss(), sites="resid.*", vectors=vectors,
-        analyses={"tangent": TangentAnalysis(counts=counts, referee="never")}, autocast=torch.bfloat16, strict=True,
-    )  # fmt: skip
+    monitor = watched(layers, width, vectors)
     found = []
     for step in range(looks):
         monitor.step(step)
         found.append(float(monitor.last.info["seconds"]))
     monitor.close()
     return found
+
+
+def watched(layers: int, width: int, vectors: int) -> Monitor:
+    """A monitor of a small model that has learned a little, due at every step."""
+    spec = ModelSpec(architecture="gpt2", layers=layers, width=width, heads=width // 64,
+                     vocab_size=probe.VOCABULARY, context=probe.LENGTH, causal=True)  # fmt: skip
+    model = build_model(spec, 0).to(DEVICE)
+    probe.trained(model, torch.device(DEVICE), 20)
+    ids = probe.zipf_ids(16_384).view(-1, probe.LENGTH)
+    counts = TokenCounts.of(probe.zipf_ids(2_000_000, 9), probe.VOCABULARY).update(ids)
+    return Monitor(
+        model, probe=[probe.batch_of(ids)], schedule=every(1), loss=CausalLoss(), sites="resid.*", vectors=vectors,
+        analyses={"tangent": TangentAnalysis(counts=counts, referee="never")}, autocast=torch.bfloat16, strict=True,
+    )  # fmt: skip
 
 
 def overhead(steps: int = 3000) -> list[Table]:

@@ -49,7 +49,7 @@ WAITS, TYPES = "tests/test_waits.py", "tests/test_type_kernel.py"
 SHARING, BANDS = "tests/test_stacked_sharing.py", "tests/test_band_forms.py"
 RESIDUES, INTEGERS = "tests/test_residues.py", "tests/test_integers.py"
 SHAPES, LOADING, KEPT = "tests/test_figures.py", "tests/test_models_load.py", "tests/test_shares.py"
-CORPUS = "tests/test_text_corpus.py"
+CORPUS, BESIDE = "tests/test_text_corpus.py", "tests/test_beside.py"
 CODED, ALL = "measures/integers.py", "measures/all_pairs.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
@@ -610,8 +610,8 @@ MUTANTS = [
     Mutant("monitoring/tangents_together.py", "by_half = by_half.of_sites(some)", "pass", (SHARING,)),
     Mutant(
         "monitoring/tangents_together.py",
-        "near.longest[place] < math.inf",
-        "near.longest[place] <= math.inf",
+        "0 < longest[place] < math.inf",
+        "0 < longest[place] <= math.inf",
         (SHARING,),
     ),
     Mutant("monitoring/stacking.py", "min(-math.frexp(one)[1], MOST_EXPONENT)", "-math.frexp(one)[1]", (SHARING,)),
@@ -662,7 +662,8 @@ MUTANTS = [
     Mutant(ALL, "            each(_Visitor.settle_all, visitors)\n", "", (INTEGERS,)),
     Mutant(ALL, "plan.integers and search.scale == 1", "plan.integers", (INTEGERS,)),
     Mutant(CODED, "TINY = 1e-36", "TINY = 0.0", (INTEGERS,)),
-    Mutant("measures/spectrum.py", "divided.diagonal(at * few)", "divided.diagonal()", (ORACLES,), "trace_function"),
+    Mutant("measures/spectrum.py", "divided.diagonal() @", "0.5 * divided.diagonal() @", (ORACLES,), "trace_function"),
+    Mutant("measures/spectrum.py", "+ 2 * (divided[:, own:]", "+ (divided[:, own:]", (ORACLES,), "trace_function"),
     Mutant("measures/spectrum.py", "gap.abs() < 1e-5 * both", "gap.abs() < 0 * both", (ORACLES,), "trace_function"),
     Mutant(
         "measures/spectrum.py", "divided[close] = bend(", "divided[close] = 0 * bend(", (ORACLES,), "trace_function"
@@ -740,6 +741,31 @@ MUTANTS = [
     Mutant("cli.py", "and not _is_watched():", "and True:", ("tests/test_cli.py",), "soon"),
     Mutant("cli.py", "        threading._shutdown()", "        pass", ("tests/test_cli.py",), "threads_end"),
     Mutant("cli.py", "if stream is not None", "if True", ("tests/test_cli.py",), "nobody_needs"),
+    Mutant("capture/beside.py", "and _is_exact() and", "and", (BESIDE,), "may_go"),
+    Mutant("capture/beside.py", "and not _is_watched()", "", (BESIDE,), "may_go"),
+    Mutant("capture/beside.py", "        return False", "        return True", (BESIDE,), "may_go"),
+    Mutant("capture/beside.py", "cache_enabled=cached", "cache_enabled=True", (BESIDE,), "told_by"),
+    Mutant("capture/beside.py", "enabled=enabled,", "enabled=False,", (BESIDE,), "told_by"),
+    Mutant("capture/gradients.py", "            meanwhile(states)\n", "            pass\n", (BESIDE,)),
+    Mutant("capture/gradients.py", "    if meanwhile is None:\n", "    if True:\n", (BESIDE,)),
+    Mutant("monitoring/looks.py", "and at == last and", "and", (BESIDE,), "find_the_same"),
+    Mutant("monitoring/early.py", "x.shape[1] < PARTED_WIDTH and ", "", (BESIDE,), "wide_or_many"),
+    Mutant("monitoring/early.py", " and len(views) * x.numel() <= EARLY_CELLS", "", (BESIDE,), "wide_or_many"),
+    Mutant("monitoring/stacking.py", "states or States.of(", "States.of(", (BESIDE,), "begun_before"),
+    Mutant(
+        "monitoring/tangents.py", "ready is not None and there else", "ready is not None else", (SHARING,), "halves_are"
+    ),
+    Mutant("monitoring/stacking.py", "        _bring_near(rows, longest)\n", "", (SHARING,)),
+    Mutant(
+        "monitoring/stacking.py", "np.append(True, steps > 0)", "np.append(True, steps >= 0)", (SHARING,), "by_sequence"
+    ),
+    Mutant("monitoring/measuring.py", "and place not in taken:", "and True:", ("tests/test_monitor.py",)),
+    Mutant("tangent/stacked_types.py", "without *= self.left", "pass", (STACKED,)),
+    Mutant("tangent/stacked_types.py", "(count - 1) / count * spread", "spread", (STACKED,)),
+    Mutant("tangent/stacked_types.py", "len(at) < FEWEST or ", "", (TYPES,), "by_bin"),
+    Mutant("tangent/stacked_types.py", "if not len(cell.at) else", "if False else", (TYPES,), "by_bin"),
+    Mutant("slices.py", "rows[:, first : first + end - begin]", "rows[:, begin:end]", (PROFILE,), "gathered"),
+    Mutant("models/gguf_files.py", "return value.item()", "return float(value.item())", (LOADING,), "quick_gguf"),
 ]
 
 

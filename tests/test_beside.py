@@ -141,6 +141,11 @@ def test_where_a_backward_pass_may_go_beside_measures():
         assert not beside.can_go_beside(CUDA)
     finally:
         own.fp32_precision = before
+    try:
+        torch.backends.fp32_precision, own.fp32_precision = "tf32", "none"  # as that of all then
+        assert not beside.can_go_beside(CUDA)
+    finally:
+        torch.backends.fp32_precision, own.fp32_precision = "none", before
     assert beside.can_go_beside(CUDA)
     with TorchDispatchMode():
         assert not beside.can_go_beside(CUDA)

@@ -443,6 +443,51 @@ def test_steps_without_a_look_never_wait_for_the_device():
     monitor.close()
 
 
+def test_looks_find_the_same_while_a_backward_pass_goes_on(monkeypatch):
+    """In a thread of its own, beside the measures of states, on their streams; and nothing of it stays."""
+    import gc
+
+    from anisoscope.capture.losses import CausalLoss
+    from anisoscope.models.build import ModelSpec, build_model
+    from anisoscope.monitoring import looks
+    from anisoscope.monitoring.stacking import States
+    from anisoscope.monitoring.tangents import TangentAnalysis
+    from anisoscope.schedule import every
+    from anisoscope.text.batches import Batch
+
+    spec = ModelSpec(architecture="gpt2", layers=4, width=128, heads=2, vocab_size=500, context=64, causal=True)
+    model = build_model(spec, 0).cuda()
+    ids = torch.randint(500, (96, 64), generator=torch.Generator().manual_seed(0))
+    flags, at = torch.ones_like(ids, dtype=torch.bool), torch.arange(64).expand_as(ids).contiguous()
+    probe = [Batch(part, flags[: len(part)], ~flags[: len(part)], at[: len(part)]) for part in ids.split(48)]
+    began, begin = [], States.begin.__func__
+    monkeypatch.setattr(States, "begin", classmethod(lambda cls, *of: began.append(1) or begin(cls, *of)))
+    found, held = [], []
+    allowed = looks.can_go_beside
+    for beside in (False, True, True):
+        monkeypatch.setattr(looks, "can_go_beside", allowed if beside else lambda device: False)
+        monitor = an.Monitor(
+            model, probe=probe, schedule=every(1), loss=CausalLoss(), sites="resid.*", vectors=6144, strict=True,
+            analyses={"tangent": TangentAnalysis(rank=8, draws=19, referee="never")}, autocast=torch.bfloat16,
+        )  # fmt: skip
+        for step in range(3):
+            monitor.step(step)
+        found.append({(r.site, r.measure, r.slice): r.estimate for r in monitor.last.records})
+        monitor.close()
+        del monitor
+        gc.collect()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert len(began) == 6, "three looks of two monitors"
+    assert held[2] <= held[1] + (1 << 20)
+    for together in found[1:]:
+        assert together.keys() == found[0].keys() and len(together) > 100
+        for key, one in found[0].items():
+            loose = "seminmf" in key[1] or "angle" in key[1] or "drift" in key[1]
+            near = pytest.approx(one.value, rel=2e-2 if loose else 2e-3, abs=2e-3)
+            assert together[key].value == near, key
+
+
 if __name__ == "__main__":
     for name, function in list(globals().items()):
         if name.startswith("test_"):

@@ -8,7 +8,8 @@ import torch
 from test_kernels import run
 
 from anisoscope.tangent import stacked_types
-from anisoscope.tangent.stacked_types import Types, fits
+from anisoscope.tangent.stacked_types import Types, distance_estimates, fits
+from anisoscope.tangent.units import jackknife
 from anisoscope.text.frequency import TokenCounts, frequency_bins
 
 
@@ -117,3 +118,43 @@ def test_draws_with_equal_counts_have_no_correlation():
     assert torch.equal(found[:, 0].isnan(), equal.expand(2, -1))
     assert torch.equal(found[:, 1].isnan(), (equal | alike).expand(2, -1))
     assert float(found.nan_to_num().abs().max()) <= 1 + 1e-12
+
+
+def test_means_by_bin_have_the_error_bars_of_each_bin_alone():
+    """Bins with nothing in them, with two types, with one type that is nearly all, and with types that stand once."""
+    sizes = {
+        0: [],
+        1: [4.0, 9.0],
+        2: [1.0, 1.0, 1e13, 2.0],
+        3: [1.0, 1.0, 5.0, 3.0, 2.0, 7.0],
+        4: [1.0, 2.0],
+        5: [6.0] * 4,
+    }
+    bins = np.repeat(list(sizes), [len(of) for of in sizes.values()])
+    flat = np.array([size for of in sizes.values() for size in of])
+    mixed = np.random.default_rng(0).permutation(len(flat))
+    bins, flat = bins[mixed], flat[mixed]
+    none, drawn = torch.zeros(0), torch.zeros(1, 0)
+    types = Types(none.long(), none, none, none.bool(), (drawn, drawn), bins, flat, len(sizes))
+    sums = np.random.default_rng(1).random((2, 3, len(flat))) * flat
+    found = distance_estimates(sums, types)
+    barred = 0
+    for site in range(3):
+        for number in sizes:
+            for kind in (0, 1):
+                here = (bins == number) & ((flat > 1) if kind == 0 else True)
+                one, tops, bottoms = found[site][number][kind], sums[kind, site, here], flat[here]
+                if not here.any():
+                    assert one is None
+                    continue
+                bar = jackknife(tops, bottoms, "types")
+                assert one.value == pytest.approx(tops.sum() / bottoms.sum()) and one.n == int(bottoms.sum())
+                assert (one.stderr is None) == (bar is None) == (one.over is None), (number, kind)
+                assert any("left out" in note for note in one.notes) == bool(
+                    (bins[flat < 2] == number).any() and not kind
+                )
+                if bar is not None:
+                    assert one.stderr == pytest.approx(bar.stderr) and one.dof == bar.dof == here.sum() - 1
+                    assert one.over == f"{here.sum()} token types"
+                    barred += 1
+    assert barred == 3 * 4

@@ -15,7 +15,6 @@ import torch
 T = TypeVar("T")
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="anisoscope-backward")
-EXACT = ("none", "ieee")  # float32 products of float32, by the newer of torch's two interfaces
 
 
 def can_go_beside(device: torch.device) -> bool:
@@ -29,11 +28,9 @@ def can_go_beside(device: torch.device) -> bool:
 def _is_exact() -> bool:
     """Whether products have full precision already, so that nobody who switches to it changes anything."""
     try:
-        wanted = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set through the newer interface, which the older one then refuses to read
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # another one was set through torch's newer interface, which the older one refuses to read
         return False
-    of_all = getattr(torch.backends, "fp32_precision", "none")
-    return wanted == "highest" and {of_all, torch.backends.cuda.matmul.fp32_precision} <= set(EXACT)
 
 
 def _is_watched() -> bool:

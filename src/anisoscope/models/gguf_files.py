@@ -141,7 +141,7 @@ def texts_at_once(parse: Callable[..., Any]) -> Callable[..., Any]:
     def quick(value: Any, types: Any) -> Any:
         if type(value) is memoryview:
             return str(value, "utf-8")
-        if type(value) is np.ndarray and len(types) == 2 and value.dtype != np.uint8:  # text, where it is not ours
+        if type(value) is np.ndarray and value.dtype != np.uint8:  # text, where it is not ours
             return value.item()
         return parse(value, types)
 
