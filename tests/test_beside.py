@@ -1,12 +1,16 @@
 """A backward pass in a thread of its own: the same gradients, nothing left behind, measures that begin meanwhile."""
 
+import gc
 import threading
+import weakref
+from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
-from test_gradients import batch_of, loss_of
+from test_gradients import batch_of, loss_of, vars_of
 from test_monitor import ALL_KINDS, VARIANTS, same, train
-from test_stacked_sharing import asked, looked
+from test_stacked_sharing import asked, looked, parted
 from tiny_models import build
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,13 +18,16 @@ from anisoscope.capture import beside
 from anisoscope.capture.gradients import gradient_pass
 from anisoscope.capture.losses import CausalLoss
 from anisoscope.errors import SiteError
+from anisoscope.measures.later import one_thread_each
 from anisoscope.models.sites import discover, select
 from anisoscope.monitor import DEFAULT_MEASURES, GRADIENT_MEASURES, Monitor
 from anisoscope.monitoring import early, looks
 from anisoscope.monitoring.early import Early
-from anisoscope.monitoring.measuring import norm_of_squares
+from anisoscope.monitoring.measuring import Book, What, enter_look, norm_of_squares
 from anisoscope.monitoring.stacking import Stacked, States
+from anisoscope.monitoring.views import Look
 from anisoscope.schedule import every
+from anisoscope.stats import precision
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 CUDA = torch.device("cuda")
@@ -82,15 +89,37 @@ def test_both_go_on_at_once():
 
 
 def test_what_the_thread_is_told_by_this_one():
-    def asked_there():
-        here = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
-        return *here, threading.current_thread().name
+    kinds = ("cpu", "cuda")
 
-    with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
-        on = beside.begun(asked_there, torch.device("cpu"))()
-    off = beside.begun(asked_there, torch.device("cpu"))()
-    assert on[:3] == (True, torch.float16, False) and off[0] is False and off[2] is True
-    assert on[3].startswith("anisoscope-backward")
+    def asked():
+        return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+    def asked_there():
+        return asked(), torch.is_autocast_cache_enabled(), threading.current_thread().name
+
+    for kind in kinds:
+        before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        try:  # as ``torch.autocast`` does it, which refuses CUDA where there is none
+            torch.set_autocast_enabled(kind, True)
+            torch.set_autocast_dtype(kind, torch.float16)
+            here, on = asked(), beside.begun(asked_there)()
+        finally:
+            torch.set_autocast_enabled(kind, before[0])
+            torch.set_autocast_dtype(kind, before[1])
+        assert on[0] == here and (True, torch.float16) in here and not on[1]
+        assert on[2].startswith("anisoscope-backward")
+        assert beside.begun(asked_there)()[0] == asked() != here
+
+
+def test_casts_of_a_training_inside_an_autocast_are_kept():
+    """Its cache is one for all threads, and emptied when the outermost autocast of any of them ends."""
+    weight, x = torch.nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = x @ weight
+        with torch.no_grad():
+            weight += 1  # the cast of it is an old one now, as the training has it
+        beside.begun(lambda: None)()
+        assert torch.equal(x @ weight, before)
 
 
 def test_an_error_of_either_is_raised_and_the_backward_pass_has_ended():
@@ -120,6 +149,15 @@ def test_an_error_of_either_is_raised_and_the_backward_pass_has_ended():
                 model, batch, sites_of(model), lambda *of, bad=bad: Late.apply(loss(*of), bad), meanwhile=meanwhile
             )
         assert ended.pop() is bad
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+
+        def interrupted(task, timeout=None):
+            raise KeyboardInterrupt
+
+        patch.setattr(Future, "result", interrupted)
+        slow = lambda *of: Late.apply(loss(*of), False)  # noqa: E731
+        gradient_pass(model, batch, sites_of(model), slow, meanwhile=lambda states: None)
+    assert ended == [False], "it is waited for all the same"
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     with pytest.raises(SiteError, match="frozen"):
@@ -157,13 +195,171 @@ def test_where_a_backward_pass_may_go_beside_measures():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_is_bitwise_the_same(variant, forced):
-    options, probe = VARIANTS[variant], batch_of(12, 12, seed=3, padding=4)
-    sites = ("embed", "resid.*", "attn_in.*", "mlp_in.*")
+    options, probe = VARIANTS[variant], batch_of(60, 12, seed=3, padding=2)
+    sites, begun = ("embed", "resid.*", "attn_in.*", "mlp_in.*"), []
 
     def watch(model, optimizer):
-        return Monitor(model, probe=probe, schedule=every(2), sites=sites, gradients=ALL_KINDS, strict=True)
+        monitor = Monitor(model, probe=probe, schedule=every(2), sites=sites, gradients=ALL_KINDS, strict=True)
+        begun.append(monitor)
+        return monitor
 
     assert same(train("gpt2", **options), train("gpt2", watch, **options))
+    assert begun[0].last.info["vectors"] > 512, "enough to be measured together"
+
+
+@pytest.mark.parametrize("fails", ["backward", "meanwhile"])
+def test_nothing_stays_of_a_look_that_fails(fails, forced, monkeypatch):
+    """No collector of garbage has to come: it waits during looks, and a graph is large."""
+    model, probe, graphs = build("gpt2"), batch_of(60, 12, seed=3), []
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if fails == "backward":
+                raise ArithmeticError("backward")
+            return grad
+
+    def loss(model, batch):
+        value = Fails.apply(CausalLoss()(model, batch))
+        graphs.append(weakref.ref(value))
+        return value
+
+    def no(*asked):
+        raise LookupError("meanwhile")
+
+    if fails == "meanwhile":
+        monkeypatch.setattr(States, "begin", no)
+    gc.collect()
+    gc.disable()
+    try:
+        with Monitor(model, probe=probe, schedule=every(1), sites="resid.*", loss=loss) as monitor:
+            monitor.step(0)
+        assert f"failed: {'ArithmeticError' if fails == 'backward' else 'LookupError'}" in monitor.problems[0]
+        assert len(graphs) == 1 and graphs[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_look_without_room_for_both_takes_one_after_the_other(forced, monkeypatch):
+    model, probe, held, passes = build("gpt2"), batch_of(60, 12, seed=3), [], []
+    begin = States.begin.__func__
+
+    def kept(cls, *of):
+        found = begin(cls, *of)
+        held.append(weakref.ref(found.x))
+        return found
+
+    class Full(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if len(passes) == 2:
+                assert all(one() is None for one in held), "what was begun is not held any longer"
+            elif passes.append(1) is None and len(passes) == 2:
+                raise torch.OutOfMemoryError("no room")
+            return grad
+
+    def loss(model, batch):
+        return Full.apply(CausalLoss()(model, batch))
+
+    monkeypatch.setattr(States, "begin", classmethod(kept))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    batches = [type(probe)(*(part[rows] for part in vars_of(probe))) for rows in (slice(0, 20), slice(20, 60))]
+    found = []
+    for some in (CausalLoss(), loss):
+        with Monitor(model, probe=batches, schedule=every(1), sites="resid.*", loss=some, strict=True) as monitor:
+            monitor.step(0)
+        found.append({(one.site, one.measure): one.estimate.value for one in monitor.last.records})
+        assert monitor.last.info["vectors"] == probe.tokens
+    assert len(held) == 2 and len(passes) == 2
+    assert found[1] == pytest.approx(found[0], rel=1e-5, abs=1e-7)
+
+
+def test_no_switch_that_a_backward_pass_would_see_is_turned(monkeypatch):
+    """Such as the search for neighbours of few rows turns, where there are tensor cores."""
+    seen = []
+
+    def searching(cls, *of):
+        with precision.on_tensor_cores():
+            seen.append(torch.get_float32_matmul_precision())
+
+    monkeypatch.setattr(States, "begin", classmethod(searching))
+    with Early(DEFAULT_MEASURES, {}) as beginning:
+        beginning.begin(looked(1))
+        assert seen == ["highest"]
+    States.begin()
+    assert seen == ["highest", "high"] and torch.get_float32_matmul_precision() == "highest"
+
+
+def test_threads_keep_to_their_cores_until_a_look_ends():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Early(DEFAULT_MEASURES, {}) as beginning:
+            device = one_thread_each(torch.device("cuda"))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(early, "one_thread_each", lambda of: device)
+                beginning.begin(looked(1))
+            assert torch.get_num_threads() == 1 and beginning.states is not None
+        assert torch.get_num_threads() == 2 and beginning.states is None
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_analysis_that_cannot_say_yet_is_waited_for():
+    class Asks:
+        """It wants cells that depend on gradients, and others at each call."""
+
+        def __init__(self):
+            self.asked = 0
+
+        def shared_cells(self, views):
+            self.asked += 1
+            assert views[0].g.shape == views[0].x.shape
+            self.cells = parted(len(views[0].x))
+            return self.cells
+
+        def begin_together(self, views, shared=None):
+            self.shared = shared
+            return dict
+
+        def __call__(self, view):
+            return {}
+
+    views, analysis = looked(1), Asks()
+    beginning = Early(DEFAULT_MEASURES, {"t": analysis})
+    beginning.begin([replace(view, g=None) for view in views])
+    assert beginning.states is None and analysis.asked == 1
+    beginning.begin(views)
+    cells = analysis.cells
+    states = beginning.taken()
+    assert states.cells is cells
+    beginning.states = states
+    what = What(DEFAULT_MEASURES, GRADIENT_MEASURES, {"t": analysis}, 0)
+    enter_look(Book("r", 1, ""), Look(tuple(views), 1.0, 10), what, beginning)
+    assert analysis.asked == 2 and analysis.shared.sums.by_cell.cells is cells
+
+
+def test_states_are_measured_where_gradients_have_no_room(monkeypatch):
+    views = looked(1)
+    states = States.begin(views, DEFAULT_MEASURES, None)
+
+    def full(*of):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("anisoscope.monitoring.stacking._begin_gradients", full)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    begun = Stacked.begin(views, DEFAULT_MEASURES, GRADIENT_MEASURES, norm_of_squares, None, states)
+    found, gradients = begun.finish()
+    assert set(found) == {view.site for view in views} and gradients == {} and begun.taken() is None
+    assert Stacked.begin(views, DEFAULT_MEASURES, GRADIENT_MEASURES, norm_of_squares).finish() == ({}, {})
 
 
 @pytest.mark.parametrize("batches", [1, 3])
@@ -191,7 +387,7 @@ def test_looks_find_the_same(batches, vectors, monkeypatch):
 
 def test_states_that_were_begun_before_are_those_that_are_taken():
     views = looked(1)
-    without = [type(view)(**{**vars(view), "g": None}) for view in views]
+    without = [replace(view, g=None) for view in views]
     analysis = asked(views)
     beginning = Early(DEFAULT_MEASURES, {"t": analysis})
     beginning.begin(without)

@@ -475,7 +475,8 @@ def test_quick_gguf_reads_what_the_library_reads(tmp_path):
     for name, field in plain.fields.items():
         other = quick.fields[name]
         expected = [utils._gguf_parse_value(field.parts[at], field.types) for at in field.data]
-        assert [parse(other.parts[at], other.types) for at in other.data] == expected, name
+        found = [parse(other.parts[at], other.types) for at in other.data]
+        assert found == expected and [*map(type, found)] == [*map(type, expected)], name
     mapped = gguf_files.as_plain_array(lambda path: np.memmap(path, mode="r", dtype=np.uint8))(path)
     assert type(mapped) is np.ndarray and mapped.tobytes() == path.read_bytes()
     whole = path.read_bytes()

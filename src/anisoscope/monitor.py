@@ -254,9 +254,9 @@ class Monitor:
         began = time.perf_counter()
         book = Book(self._keeper.run, step, self._keeper.cell, self.strict)
         look: Look | None = None
-        with untouched(self._whole, autocast=self._autocast):
+        early = Early(self._what.measures, self._what.analyses)
+        with untouched(self._whole, autocast=self._autocast), early:
             try:
-                early = Early(self._what.measures, self._what.analyses)
                 look = self._see(step, early)
                 enter_look(book, look, self._what, early)
                 if self._of_model is not None:
@@ -280,8 +280,7 @@ class Monitor:
         if self._ride is not None:
             return ride_look(self._plan, self._ride.end(), step=step, changed=changed)
         assert self._loss is not None
-        begin = early.begin
-        return probe_look(self._plan, self._batches, self._loss, step=step, changed=changed, meanwhile=begin)
+        return probe_look(self._plan, self._batches, self._loss, step=step, changed=changed, meanwhile=early)
 
     def _info(self, look: Look | None, tokens: int | None, seconds: float) -> dict[str, Any]:
         total = time.perf_counter() - self._began

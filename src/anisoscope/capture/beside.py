@@ -1,13 +1,12 @@
 """A backward pass in a thread of its own: it hardly needs Python, so something else can be done meanwhile.
 
-What is done meanwhile must leave alone what torch has one of for all threads, such as the precision of products.
+What is done meanwhile must leave alone what torch has one of for all threads; see ``precision.left_alone``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -38,20 +37,48 @@ def _is_watched() -> bool:
     return bool(modes) or torch.is_anomaly_enabled()
 
 
-def begun(act: Callable[[], T], device: torch.device) -> Callable[[], T]:
-    """Begin ``act`` in another thread, on the stream and under the autocast of this one; the function returned waits
-    for what it gives."""
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {"cpu", device.type}]
-    cached = torch.is_autocast_cache_enabled()
+def begun(act: Callable[[], T]) -> Callable[[], T]:
+    """Begin ``act`` in another thread, on the streams and under the autocast of this one; the function returned, to be
+    called once, waits for what it gives."""
+    like_here = _Here()
 
     def there() -> T:
-        with ExitStack() as stack:
-            if stream is not None:
-                stack.enter_context(torch.cuda.device(device))
-                stack.enter_context(torch.cuda.stream(stream))
-            for kind, dtype, enabled in casts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-            return act()
+        like_here.enter()
+        return act()
 
-    return _THREAD.submit(there).result
+    under_way = [_THREAD.submit(there)]
+
+    def result() -> T:
+        task = under_way.pop()
+        try:
+            return task.result()
+        except BaseException:
+            wait([task])  # whoever interrupts the one that waits does not end what is waited for
+            raise
+        finally:
+            del task  # an error would keep itself by its frames, and with them the graph
+
+    return result
+
+
+class _Here:
+    """What torch keeps for each thread by itself, as it is in this one."""
+
+    def __init__(self) -> None:
+        kinds = ("cpu", "cuda")
+        self._casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        on_gpu = torch.cuda.is_initialized()
+        self._streams = [torch.cuda.current_stream(at) for at in range(torch.cuda.device_count())] if on_gpu else []
+        self._device = torch.cuda.current_device() if on_gpu else None
+
+    def enter(self) -> None:
+        """The same in another thread, for good. Not by ``torch.autocast``: the outermost one of a thread empties, when
+        it ends, the cache that all threads have together, and a training may be inside one of its own."""
+        for kind, enabled, dtype in self._casts:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(False)
+        for stream in self._streams:
+            torch.cuda.set_stream(stream)
+        if self._device is not None:
+            torch.cuda.set_device(self._device)

@@ -112,7 +112,7 @@ def gradient_pass(
     if meanwhile is None:
         found, missing = _differentiate(value, wanted | weights, scale)
     else:
-        backward = beside.begun(lambda: _differentiate(value, wanted | weights, scale), value.device)
+        backward = beside.begun(lambda: _differentiate(value, wanted | weights, scale))
         try:
             meanwhile(states)
         finally:  # nothing of ours goes on behind the back of whoever called

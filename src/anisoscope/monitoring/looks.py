@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,14 +30,25 @@ from anisoscope.capture.ride import Taken
 from anisoscope.capture.rows import measured_mask
 from anisoscope.errors import ShapeError
 from anisoscope.models.sites import Site
+from anisoscope.monitoring.stacking import with_room
 from anisoscope.monitoring.views import Look, MapView, SiteView
 from anisoscope.rows import Chunk
 from anisoscope.stats.reservoir import row_keys
 from anisoscope.stats.turns import Turns
 from anisoscope.text.batches import Batch
 
-Meanwhile: TypeAlias = Callable[[tuple[SiteView, ...]], None]
-"""Given all sites as they are before any gradient is known."""
+
+@runtime_checkable
+class Meanwhile(Protocol):
+    """What is to be done while the gradients of a look are on their way."""
+
+    def begin(self, views: Sequence[SiteView]) -> None:
+        """Begin with all sites as they are before any gradient is known."""
+        ...
+
+    def drop(self) -> None:
+        """Hold nothing of it: there is no room for both."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,12 +91,11 @@ class Plan:
         return updates(self.model, before, self.maps)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Gathered:
-    """Rows of one site, batch by batch."""
+    """Rows of the states of one site, batch by batch."""
 
-    x: list[Tensor] = field(default_factory=list)
-    g: list[Tensor] = field(default_factory=list)
+    x: tuple[Tensor, ...] = ()
     turns: Turns = field(default_factory=Turns.empty)
 
 
@@ -100,33 +110,27 @@ def probe_look(
 ) -> Look:
     """One forward and backward pass over each batch. Gradients are those of the mean loss over all of them together.
 
-    Where the last backward pass can go on in a thread of its own, ``meanwhile`` is called with the states.
+    Where the last backward pass can go on in a thread of its own, ``meanwhile`` is begun with the states.
     """
     held = _Tokens.of(plan, batches, loss)
-    gathered = {site.name: _Gathered() for site in plan.sites}
+    rows: Mapping[str, _Gathered] = {site.name: _Gathered() for site in plan.sites}
+    gradients: dict[str, list[Tensor]] = {site.name: [] for site in plan.sites}
     passes: list[Pass] = []
     views: tuple[SiteView, ...] = ()
-
-    def seen(states: Mapping[str, Tensor], mask: Tensor, where: Tensor | None) -> None:
-        for name, into in gathered.items():
-            _gather_states(into, name, states[name], mask, where, plan.turns)
-
-    def early(states: Mapping[str, Tensor], mask: Tensor, where: Tensor | None) -> None:
-        nonlocal views
-        seen(states, mask, where)
-        views = _of_states(plan, held, gathered, step)
-        assert meanwhile is not None
-        meanwhile(views)
-
-    last = len(batches) - 1
-    for at, (batch, mask, where) in enumerate(zip(batches, held.masks, held.places, strict=True)):
-        aside = meanwhile is not None and at == last and can_go_beside(_device_of(plan.model))
-        done = _pass(plan, batch, loss, held, at, partial(early, mask=mask, where=where) if aside else None)
-        if not views:
-            seen(done.states, mask, where)
-        for name, into in gathered.items():
+    for at, batch in enumerate(batches):
+        taking, done, where = _Taking(plan, held, rows, step, at), None, held.places[at]
+        if meanwhile is not None and at == len(batches) - 1 and can_go_beside(_device_of(plan.model)):
+            done = with_room(partial(_pass, plan, batch, loss, held, at, partial(taking.begin, meanwhile)), None)
+            if done is None:  # by itself it may have room
+                meanwhile.drop()
+                taking = _Taking(plan, held, rows, step, at)
+        if done is None:
+            done = _pass(plan, batch, loss, held, at, None)
+            taking.take(done.states)
+        rows, views = taking.rows, taking.views
+        for name, into in gradients.items():
             if name in done.gradients:
-                into.g.append(_pick(done.gradients[name], where))
+                into.append(_pick(done.gradients[name], where))
         # Rows are taken out here; what stays of a pass must not hold all tokens of all batches.
         kept = tuple(replace(one, signal=None if one.signal is None else _pick(one.signal, where)) for one in done.maps)
         passes.append(replace(done, states={}, gradients={}, maps=kept))
@@ -135,33 +139,58 @@ def probe_look(
     views = tuple(
         replace(
             view,
-            g=_joined(gathered[view.site].g),
+            g=_joined(gradients[view.site]),
             no_gradient=missing.get(view.site, ""),
             embedding=_merged([done.embedding for done in passes]) if site == plan.embed else None,
             missing=_of_site(missing, site, plan),
             **_maps_of(site, maps, changed),
         )
-        for site, view in zip(plan.sites, views or _of_states(plan, held, gathered, step), strict=True)
+        for site, view in zip(plan.sites, views or _of_states(plan, held, rows, step), strict=True)
     )
     weights = held.weights
     value = sum(done.loss * weight for done, weight in zip(passes, weights, strict=True)) / max(1, sum(weights))
     return Look(views, value, sum(batch.tokens for batch in batches))
 
 
-def _of_states(plan: Plan, held: _Tokens, gathered: Mapping[str, _Gathered], step: int) -> tuple[SiteView, ...]:
+@dataclass
+class _Taking:
+    """Rows of the states of one batch, behind those of the batches before it, and all sites as they are then."""
+
+    plan: Plan
+    held: _Tokens
+    rows: Mapping[str, _Gathered]
+    step: int
+    at: int
+    views: tuple[SiteView, ...] = ()
+
+    def take(self, states: Mapping[str, Tensor]) -> None:
+        """Take them out."""
+        mask, where, turns = self.held.masks[self.at], self.held.places[self.at], self.plan.turns
+        self.rows = {
+            name: _with_states(before, name, states[name], mask, where, turns) for name, before in self.rows.items()
+        }
+
+    def begin(self, meanwhile: Meanwhile, states: Mapping[str, Tensor]) -> None:
+        """Take them out, and begin with what needs them alone."""
+        self.take(states)
+        self.views = _of_states(self.plan, self.held, self.rows, self.step)
+        meanwhile.begin(self.views)
+
+
+def _of_states(plan: Plan, held: _Tokens, rows: Mapping[str, _Gathered], step: int) -> tuple[SiteView, ...]:
     """All sites, without anything of gradients."""
     return tuple(
         SiteView(
             site=site.name,
             step=step,
             seed=plan.seed,
-            x=_as_one(gathered[site.name].x),
+            x=_as_one(rows[site.name].x),
             g=None,
             ids=held.ids,
             positions=held.positions,
             sequences=held.sequences,
             tokens=held.measured,
-            turns=gathered[site.name].turns if plan.turns else None,
+            turns=rows[site.name].turns if plan.turns else None,
         )
         for site in plan.sites
     )
@@ -271,14 +300,15 @@ def sequences_held(masks: Sequence[Bool[Tensor, "_ _"]], plan: Plan) -> Int64[Te
     return _sequences(_chosen(masks, plan))
 
 
-def _gather_states(into: _Gathered, name: str, states: Tensor, mask: Tensor, where: Tensor | None, turns: bool) -> None:
+def _with_states(
+    before: _Gathered, name: str, states: Tensor, mask: Tensor, where: Tensor | None, turns: bool
+) -> _Gathered:
     if states.shape[:2] != mask.shape:
         raise ShapeError(
             f"site {name!r} holds {tuple(states.shape[:2])} sequences and tokens, the probe {tuple(mask.shape)}"
         )
-    into.x.append(_pick(states, where))
-    if turns:
-        into.turns = into.turns.update(Chunk(states.cpu(), mask, 0, continues=False))
+    found = before.turns.update(Chunk(states.cpu(), mask, 0, continues=False)) if turns else before.turns
+    return _Gathered((*before.x, _pick(states, where)), found)
 
 
 def _pick(states: Tensor, where: Int64[Tensor, "_"] | None) -> Tensor:

@@ -159,7 +159,7 @@ def enter_model(book: Book, of_model: OfModel, device: torch.device) -> None:
 def _enter_views(book: Book, views: Sequence[SiteView], what: What, early: Early) -> None:
     stacked, states = Stacked(), early.taken()
     if states is not None or views[0].x.device.type == "cuda":
-        cells = wanted_cells(what.analyses.values(), views)
+        cells = wanted_cells(what.analyses.values(), views) if states is None else states.cells
         stacked = Stacked.begin(views, what.measures, what.gradient_measures, norm_of_squares, cells, states)
     del states
     slices = [begin_slice(views, where, what.global_measures) for where in what.slices if where != ALL]

@@ -22,7 +22,8 @@ OfAll: TypeAlias = Mapping[str, Mapping[Name, Estimate | Curve | Exception] | Ex
 @dataclass(frozen=True)
 class Gradients:
     """Gradients of all sites in one tensor, each site times a power of two that brings its longest row near 1 where it
-    was far from that; and how long the longest row of each was before. Both wait for these lengths, by ``brought``.
+    was far from that; and how long the longest row of each was before. Both wait for these lengths, by ``brought``, and
+    are to be asked for on the stream that the look runs on.
 
     ``second`` is where second moments of all sites' rows, about zero, are put by whoever forms them: measures of
     gradients wait for them there. None where they do not.

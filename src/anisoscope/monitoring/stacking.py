@@ -69,9 +69,11 @@ def _nothing() -> Going[Found]:
 
 @dataclass(frozen=True)
 class States:
-    """The rows of all sites in one tensor, their measures under way, and what was summed for these."""
+    """The rows of all sites in one tensor, the cells of them that somebody wants sums of, their measures under way, and
+    what was summed for these."""
 
     x: Float[Tensor, "s n d"]
+    cells: Cells | None
     going: Going[OfSites]
     sums: SiteSums | None
 
@@ -86,7 +88,7 @@ class States:
     def of(cls, views: Sequence[SiteView], names: Sequence[str], cells: Cells | None) -> States:
         """Of views that are alike."""
         x = torch.stack([view.x for view in views])
-        return cls(x, *begin_summed(x, names, cells))
+        return cls(x, cells, *begin_summed(x, names, cells))
 
 
 def _alike(views: Sequence[SiteView]) -> bool:
@@ -123,7 +125,9 @@ class Stacked:
         """Begin what these views have in common; ``norm`` makes the norm of a gradient. Sums over ``cells`` of the rows
         of states are shared, where they are formed. ``states`` are what was begun of the same rows before gradients
         were there."""
-        return with_room(lambda: cls._begin(views, measures, gradient_measures, norm, cells, states), cls())
+        # Without room for gradients of all sites, their states are still measured.
+        rest = cls() if states is None else cls(_followed(states.going, lambda found: _by_site(views, found)))
+        return with_room(lambda: cls._begin(views, measures, gradient_measures, norm, cells, states), rest)
 
     @classmethod
     def _begin(

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -140,15 +141,30 @@ def has_tensor_cores(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def on_tensor_cores(wanted: bool = True) -> Iterator[None]:
-    """Products in TF32 inside ``full_precision``, for rows that were split into parts that TF32 holds."""
-    if wanted:
-        torch.set_float32_matmul_precision("high")
+def left_alone() -> Iterator[None]:
+    """Inside, ``on_tensor_cores`` switches nothing, and its products are those of float32, which are slower and no less
+    right: another thread computes meanwhile, and torch has one switch for all of them."""
+    before = _LEFT_ALONE.set(True)
     try:
         yield
     finally:
-        if wanted:
-            torch.set_float32_matmul_precision("highest")
+        _LEFT_ALONE.reset(before)
+
+
+_LEFT_ALONE = ContextVar("the switch of products is left alone", default=False)
+
+
+@contextlib.contextmanager
+def on_tensor_cores(wanted: bool = True) -> Iterator[None]:
+    """Products in TF32 inside ``full_precision``, for rows that were split into parts that TF32 holds."""
+    if not wanted or _LEFT_ALONE.get():
+        yield
+        return
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def two_parts(rows: Float[Tensor, "*rows d"]) -> tuple[Float[Tensor, "*rows d"], Float[Tensor, "*rows d"]]:
