@@ -5,6 +5,7 @@ import threading
 import weakref
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -39,6 +40,22 @@ def forced(monkeypatch):
     monkeypatch.setattr(looks, "can_go_beside", lambda device: True)
 
 
+def passing(act):
+    """The loss of a model, whose backward pass begins with ``act``."""
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            act()
+            return grad
+
+    return lambda model, batch: Node.apply(CausalLoss()(model, batch))
+
+
 def sites_of(model):
     return select(discover(model), ["resid.*", "mlp_in.*"])
 
@@ -68,23 +85,15 @@ def test_both_go_on_at_once():
     model, batch = build("gpt2").eval(), batch_of(2, 6)
     states_are_there, backward_goes_on = threading.Event(), threading.Event()
 
-    class Waits(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, value):
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            backward_goes_on.set()
-            assert states_are_there.wait(30)
-            return grad
+    def backward():
+        backward_goes_on.set()
+        assert states_are_there.wait(30)
 
     def meanwhile(states):
         assert backward_goes_on.wait(30)
         states_are_there.set()
 
-    loss = CausalLoss()
-    found = gradient_pass(model, batch, sites_of(model), lambda *of: Waits.apply(loss(*of)), meanwhile=meanwhile)
+    found = gradient_pass(model, batch, sites_of(model), passing(backward), meanwhile=meanwhile)
     assert found.gradients
 
 
@@ -125,29 +134,19 @@ def test_casts_of_a_training_inside_an_autocast_are_kept():
 def test_an_error_of_either_is_raised_and_the_backward_pass_has_ended():
     model, batch, ended = build("gpt2").eval(), batch_of(2, 6), []
 
-    class Late(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, value, bad):
-            ctx.bad = bad
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            threading.Event().wait(0.2)
-            ended.append(ctx.bad)
-            if ctx.bad:
-                raise ArithmeticError("backward")
-            return grad, None
+    def late(bad):
+        threading.Event().wait(0.2)
+        ended.append(bad)
+        if bad:
+            raise ArithmeticError("backward")
 
     def fails(states):
         raise LookupError("meanwhile")
 
-    loss = CausalLoss()
-    for bad, meanwhile, error in ((False, fails, LookupError), (True, lambda states: None, ArithmeticError)):
+    sites, idle = sites_of(model), lambda states: None
+    for bad, meanwhile, error in ((False, fails, LookupError), (True, idle, ArithmeticError)):
         with pytest.raises(error):
-            gradient_pass(
-                model, batch, sites_of(model), lambda *of, bad=bad: Late.apply(loss(*of), bad), meanwhile=meanwhile
-            )
+            gradient_pass(model, batch, sites, passing(partial(late, bad)), meanwhile=meanwhile)
         assert ended.pop() is bad
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
 
@@ -155,13 +154,12 @@ def test_an_error_of_either_is_raised_and_the_backward_pass_has_ended():
             raise KeyboardInterrupt
 
         patch.setattr(Future, "result", interrupted)
-        slow = lambda *of: Late.apply(loss(*of), False)  # noqa: E731
-        gradient_pass(model, batch, sites_of(model), slow, meanwhile=lambda states: None)
+        gradient_pass(model, batch, sites, passing(partial(late, False)), meanwhile=idle)
     assert ended == [False], "it is waited for all the same"
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     with pytest.raises(SiteError, match="frozen"):
-        gradient_pass(model, batch, sites_of(model), loss, meanwhile=fails)
+        gradient_pass(model, batch, sites, CausalLoss(), meanwhile=fails)
 
 
 def test_where_a_backward_pass_may_go_beside_measures():
@@ -212,19 +210,12 @@ def test_nothing_stays_of_a_look_that_fails(fails, forced, monkeypatch):
     """No collector of garbage has to come: it waits during looks, and a graph is large."""
     model, probe, graphs = build("gpt2"), batch_of(60, 12, seed=3), []
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, value):
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            if fails == "backward":
-                raise ArithmeticError("backward")
-            return grad
+    def backward():
+        if fails == "backward":
+            raise ArithmeticError("backward")
 
     def loss(model, batch):
-        value = Fails.apply(CausalLoss()(model, batch))
+        value = passing(backward)(model, batch)
         graphs.append(weakref.ref(value))
         return value
 
@@ -253,27 +244,17 @@ def test_a_look_without_room_for_both_takes_one_after_the_other(forced, monkeypa
         held.append(weakref.ref(found.x))
         return found
 
-    class Full(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, value):
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            if len(passes) == 2:
-                assert all(one() is None for one in held), "what was begun is not held any longer"
-            elif passes.append(1) is None and len(passes) == 2:
-                raise torch.OutOfMemoryError("no room")
-            return grad
-
-    def loss(model, batch):
-        return Full.apply(CausalLoss()(model, batch))
+    def backward():
+        if len(passes) == 2:
+            assert all(one() is None for one in held), "what was begun is not held any longer"
+        elif passes.append(1) is None and len(passes) == 2:
+            raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(States, "begin", classmethod(kept))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     batches = [type(probe)(*(part[rows] for part in vars_of(probe))) for rows in (slice(0, 20), slice(20, 60))]
     found = []
-    for some in (CausalLoss(), loss):
+    for some in (CausalLoss(), passing(backward)):
         with Monitor(model, probe=batches, schedule=every(1), sites="resid.*", loss=some, strict=True) as monitor:
             monitor.step(0)
         found.append({(one.site, one.measure): one.estimate.value for one in monitor.last.records})
