@@ -183,43 +183,45 @@ def test_momentum_that_overshoots_is_taken_back(seed, monkeypatch):
     assert np.allclose(wild.history, plain.history, rtol=1e-12) and torch.allclose(wild.codes, plain.codes)
 
 
-@pytest.mark.parametrize("momentum", [False, True])
-def test_the_number_of_cores_changes_rounding_alone(momentum):
-    """Rows in several parts: one core takes them one after another, two side by side."""
-    draw = torch.Generator().manual_seed(0)
-    rows, codes = torch.randn(9000, 80, generator=draw), torch.rand(9000, 64, generator=draw)
+def on_cores(each, act):
+    """What ``act`` gives with each number of torch's threads, which it must leave as it found it."""
     before, found = torch.get_num_threads(), []
     try:
-        for cores in (1, 2, 5):
+        for cores in each:
             torch.set_num_threads(cores)
-            options = {"codes": codes, "tolerance": 0, "max_iter": 4, "momentum": momentum, "centre": False}
-            found.append(fit_seminmf(rows, 64, **options))
+            found.append(act())
             assert torch.get_num_threads() == cores, "as it was"
     finally:
         torch.set_num_threads(before)
-    for other in found[1:]:  # what comes before and after the descent takes all cores, and rounds as they do
-        assert np.allclose(found[0].history, other.history, rtol=1e-9)
-        assert torch.allclose(found[0].codes, other.codes, atol=1e-4 * float(other.codes.max()))
+    return found
 
 
-@pytest.mark.parametrize(("n", "rank"), [(700, 16), (1060, 16), (1060, 24)])
-def test_a_small_descent_gives_the_same_bits_on_any_number_of_cores(n, rank, seed):
-    """Rows of one part, and hardly more than one: nothing is dealt out to cores, and one core rounds the products."""
+@pytest.mark.parametrize("momentum", [False, True])
+def test_the_number_of_cores_changes_rounding_alone(momentum):
+    """What comes before and after the descent takes all cores and rounds as their library does; on some processors that
+    is another float32 rounding of the first concepts with two threads than with one."""
+    draw = torch.Generator().manual_seed(0)
+    rows, codes = torch.randn(9000, 80, generator=draw), torch.rand(9000, 64, generator=draw)
+    options = {"codes": codes, "tolerance": 0, "max_iter": 4, "momentum": momentum, "centre": False}
+    first, *others = on_cores((1, 2, 5), lambda: fit_seminmf(rows, 64, **options))
+    for other in others:
+        assert np.allclose(first.history, other.history, rtol=1e-5)
+        assert torch.allclose(first.codes, other.codes, atol=1e-3 * float(other.codes.max()))
+
+
+@pytest.mark.parametrize(("n", "rank"), [(700, 16), (1060, 16), (1060, 24), (9000, 64)])
+def test_a_descent_gives_the_same_bits_on_any_number_of_cores(n, rank, seed):
+    """Rows of one part, hardly more than one, and several, which one core takes in turn and two side by side: what is
+    dealt out is rounded by one core each."""
     draw = torch.Generator().manual_seed(seed)
     rows, concepts = torch.randn(n, 128, generator=draw), torch.randn(rank, 128, generator=draw, dtype=torch.float64)
     codes, size = torch.rand(rank, n, generator=draw), float(rows.double().square().sum())
-    before, found = torch.get_num_threads(), []
-    try:
-        for cores in (1, 2):
-            torch.set_num_threads(cores)
-            limits = descending.Limits(max_iter=5, tolerance=0, sweeps=3)
-            found.append(descending.descend(rows, concepts, codes, size, limits, momentum=0.5))
-            assert torch.get_num_threads() == cores, "as it was"
-    finally:
-        torch.set_num_threads(before)
-    assert found[0].history == found[1].history
-    assert torch.equal(found[0].codes, found[1].codes)
-    assert torch.equal(found[0].concepts, found[1].concepts)
+    limits = descending.Limits(max_iter=5, tolerance=0, sweeps=3)
+    first, *others = on_cores((1, 2, 5), lambda: descending.descend(rows, concepts, codes, size, limits, momentum=0.5))
+    for other in others:
+        assert first.history == other.history
+        assert torch.equal(first.codes, other.codes)
+        assert torch.equal(first.concepts, other.concepts)
 
 
 @pytest.mark.parametrize("rank", [8, 20])
