@@ -7,10 +7,9 @@ same run on the same data. Exactness is checked against float64 on the same data
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
+import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -20,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import scipy
 import torch
+from page import Line, machine, summary
 
 import anisoscope as an
 from anisoscope.measures.frames import local_frames, neighborhoods
@@ -31,7 +30,9 @@ from anisoscope.stats.precision import crew
 WIDTH = 768
 SEED = 0
 GPU = "## GPU"
-PARTS = ("two_nn", "states", "profile", "spectrum", "cosine", "local", "memory", "import")
+PARTS = ("two_nn", "states", "profile", "spectrum", "cosine", "local", "seminmf", "memory", "import")
+Part = tuple[list[str], list[Line]]
+"""Text of the page, and lines of the table at its head."""
 
 
 def clock(function: Callable[[], object], repeats: int) -> float:
@@ -146,7 +147,8 @@ def skdim_seconds(x: torch.Tensor) -> float | None:
     return clock(lambda: TwoNN().fit(x.numpy()), 1)
 
 
-def bench_two_nn(sizes: list[int], peers: bool) -> list[str]:
+def bench_two_nn(sizes: list[int], peers: bool) -> Part:
+    told: list[Line] = []
     lines = [
         "## TwoNN, width 768, float32",
         "",
@@ -167,15 +169,21 @@ def bench_two_nn(sizes: list[int], peers: bool) -> list[str]:
             plain = clock(lambda rows=rows: tiled_top2(rows), 1)
             ask = peers and name == "12-dimensional manifold"
             sk, da = (skdim_seconds(rows), dadapy_seconds(rows)) if ask else (None, None)
-            least = clock(lambda rows=rows: products_alone(rows), 3)
+            least, error = clock(lambda rows=rows: products_alone(rows), 3), worst_error(rows)
+            if n == sizes[-1]:
+                what = f"`two_nn`, {name}, N = {n:,}, D = {WIDTH}"
+                others = (("tiled matmul + top-2", plain), ("scikit-dimension", sk), ("dadapy", da))
+                limit = "each product once, in int8" if integers_serve() else "each product once"
+                told += [Line(what, ours, one, time, limit, least, error) for one, time in others if time is not None]
             lines.append(
                 f"| {name} | {n:,} | {ours:.2f} s | {search:.2f} s | {plain:.2f} s | {seconds(sk)} | {seconds(da)} | "
                 f"{plain / ours:.1f} | {ratio(sk, ours)} | {ratio(da, ours)} | {least:.2f} s | {search / least:.1f} | "
-                f"{worst_error(rows):.0e} |"
+                f"{error:.0e} |"
             )
             print(lines[-1], flush=True)
     how = "int8" if integers_serve() else "float32"
-    return [*lines, "", f"Products alone: each pair of rows multiplied once, in {how}, and nothing done with it."]
+    words = f"Products alone: each pair of rows multiplied once, in {how}, and nothing done with it."
+    return [*lines, "", words], told
 
 
 def official_anisotropy(x: torch.Tensor) -> float:
@@ -185,7 +193,24 @@ def official_anisotropy(x: torch.Tensor) -> float:
     return float(values.max() / values.sum())
 
 
-def bench_spectrum(n: int) -> list[str]:
+def of_spectrum(sigma: torch.Tensor) -> dict[str, float]:
+    """Measures of singular values."""
+    p, largest = sigma / sigma.sum(), sigma.max()
+    return {
+        "spectral_ratio": float(largest**2 / sigma.square().sum()),
+        "spectral_ratio_l1": float(largest / sigma.sum()),
+        "effective_rank": float(torch.exp(-torch.special.xlogy(p, p).sum())),
+        "participation_ratio": float(sigma.square().sum() ** 2 / sigma.pow(4).sum()),
+    }
+
+
+def centred_product(x: torch.Tensor) -> torch.Tensor:
+    y = x - x.mean(dim=0)
+    return y.T @ y
+
+
+def bench_spectrum(n: int) -> Part:
+    told: dict[str, list[list[Line]]] = {}
     g = torch.Generator().manual_seed(SEED)
     spread = torch.logspace(0, -6, WIDTH)
     base = torch.randn(n, WIDTH, generator=g)
@@ -197,36 +222,38 @@ def bench_spectrum(n: int) -> list[str]:
     lines = [
         f"## Spectra, N = {n:,}, width 768, float32",
         "",
-        "| data | measure | anisoscope | full SVD (published code) | svdvals | one product x^T x | SVD / ours | "
-        "ours / product | error, float64 SVD |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| data | measure | anisoscope | full SVD (published code) | svdvals | product and eigvalsh | its error | "
+        "one product x^T x | SVD / ours | ours / product | error, float64 SVD |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, x in clouds.items():
-        sigma = torch.linalg.svdvals(x.double() - x.double().mean(dim=0))
-        p = sigma / sigma.sum()
-        truth = {
-            "spectral_ratio": float(sigma[0] ** 2 / sigma.square().sum()),
-            "spectral_ratio_l1": float(p[0]),
-            "effective_rank": float(torch.exp(-torch.special.xlogy(p, p).sum())),
-            "participation_ratio": float(sigma.square().sum() ** 2 / sigma.pow(4).sum()),
-        }
+        truth = of_spectrum(torch.linalg.svdvals(x.double() - x.double().mean(dim=0)))
+        rough = of_spectrum(torch.linalg.eigvalsh(centred_product(x)).double().clamp_min(0).sqrt())
         full = clock(lambda x=x: official_anisotropy(x), 3)
         values = clock(lambda x=x: torch.linalg.svdvals(x - x.mean(dim=0)), 3)
         product = clock(lambda x=x: x.T @ x, 3)
+        gram = clock(lambda x=x: torch.linalg.eigvalsh(centred_product(x)), 3)
         for measure, expected in truth.items():
             options = {"bias": "plugin"} if measure == "participation_ratio" else {}
             function = getattr(an, measure)
             ours = clock(lambda f=function, x=x, o=options: f(x, **o), 3)
             error = abs(float(function(x, **options)) - expected) / expected
+            what = f"`{measure}`, N = {n:,}, D = {WIDTH}, {name}"
+            theirs = abs(rough[measure] - expected) / expected
+            others = (("full SVD", full), (f"product and eigvalsh, error {theirs:.0e}", gram))
+            told.setdefault(measure, []).append(
+                [Line(what, ours, other, time, "one product x^T x", product, error) for other, time in others]
+            )
             lines.append(
-                f"| {name} | `{measure}` | {ours:.3f} s | {full:.2f} s | {values:.2f} s | {product:.3f} s | "
-                f"{full / ours:.1f} | {ours / product:.1f} | {error:.0e} |"
+                f"| {name} | `{measure}` | {ours:.3f} s | {full:.2f} s | {values:.2f} s | {gram:.3f} s | "
+                f"{theirs:.0e} | {product:.3f} s | {full / ours:.1f} | {ours / product:.1f} | {error:.0e} |"
             )
             print(lines[-1], flush=True)
-    return lines
+    slowest = [max(each, key=lambda one: one[0].ours) for each in told.values()]
+    return lines, [line for each in slowest for line in each]
 
 
-def bench_cosine(n: int) -> list[str]:
+def bench_cosine(n: int) -> Part:
     x = gaussian(n) + 0.3
     read = clock(x.sum, 9)
     weights = torch.ones(n)
@@ -237,9 +264,14 @@ def bench_cosine(n: int) -> list[str]:
 
     def all_pairs() -> float:
         unit = x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
-        return sum(float((part @ unit.T).sum(dtype=torch.float64)) for part in unit.split(1024))
+        return (sum(float((part @ unit.T).sum(dtype=torch.float64)) for part in unit.split(1024)) / n - 1) / (n - 1)
 
     pairs = clock(all_pairs, 1)
+    unit = x.double() / torch.linalg.vector_norm(x.double(), dim=1, keepdim=True)
+    exact = (float(unit.sum(dim=0).square().sum()) / n - 1) / (n - 1)
+    error = abs(float(an.mean_cosine(x)) / exact - 1)
+    what = f"`mean_cosine` with error bar, N = {n:,}, D = {WIDTH}"
+    told = [Line(what, ours, "all pairs by tiled matmul", pairs, "the sum of each column", columns, error)]
     return [
         f"## Mean cosine, N = {n:,}, width 768, float32",
         "",
@@ -260,10 +292,10 @@ def bench_cosine(n: int) -> list[str]:
         "Every row is needed twice, for its length and then for its direction; the second time it comes from cache.",
         "The sum of all elements is the fastest read there is, and keeps nothing; a sum of each column, the mean row,",
         "is the simplest read that keeps a vector.",
-    ]
+    ], told
 
 
-def bench_local() -> list[str]:
+def bench_local() -> Part:
     x = manifold(65536, noise=0.02)
     found = neighborhoods(x, 64, 1024)
 
@@ -276,10 +308,20 @@ def bench_local() -> list[str]:
 
     svd = clock(batched_svd, 3)
     ours = clock(lambda: local_frames(x, found, 12), 3)
+
+    def products() -> None:
+        for part in found.members.split(64):
+            local = x[part]
+            torch.bmm(local, local.mT)
+
+    least = clock(products, 3)
     cosines = torch.linalg.svdvals(
         local_frames(x, found, 12).tangents.transpose(1, 2).double() @ batched_svd().double()
     )
-    angle = float(torch.rad2deg(torch.acos(cosines.clamp(max=1)).max()))
+    largest = float(torch.acos(cosines.clamp(max=1)).max())
+    angle = math.degrees(largest)
+    what = f"local tangents of 1,024 points, 64 neighbours, D = {WIDTH}, after their search"
+    told = [Line(what, ours, "batched SVD", svd, "products of the rows of each neighbourhood", least, largest)]
     return [
         "## Local tangents, 1,024 points, 64 neighbours, width 768, float32",
         "",
@@ -287,7 +329,8 @@ def bench_local() -> list[str]:
         "|---|---|---|---|",
         f"| batched SVD, 64 points at a time | {svd:.2f} | {svd / ours:.1f} | |",
         f"| `local_tangents`, after the neighbour search | {ours:.2f} | | {angle:.2g} degrees |",
-    ]
+        f"| products of the rows of each neighbourhood alone | {least:.3f} | | |",
+    ], told
 
 
 PEAK = """
@@ -306,7 +349,7 @@ print(json.dumps([(peak[0] - base) / 1e6, x.numel() * 4 / 1e6]))
 """
 
 
-def bench_memory(n: int) -> list[str]:
+def bench_memory(n: int) -> Part:
     lines = [
         f"## Memory beyond the input, N = {n:,}, width 768, float32 (own process)",
         "",
@@ -320,10 +363,10 @@ def bench_memory(n: int) -> list[str]:
         peak, size = json.loads(answer.stdout.strip().splitlines()[-1])
         lines.append(f"| `{name}` | {size:.0f} MB | {peak:.0f} MB | {peak / size:.2f} |")
         print(lines[-1], flush=True)
-    return lines
+    return lines, []
 
 
-def bench_import() -> list[str]:
+def bench_import() -> Part:
     code = (
         "import time; t=time.perf_counter(); import torch; u=time.perf_counter(); "
         "import anisoscope as an; an.two_nn; v=time.perf_counter(); print(u-t, v-u)"
@@ -338,7 +381,7 @@ def bench_import() -> list[str]:
         "## Import",
         "",
         f"torch {torch_time:.2f} s; `import anisoscope` with `an.two_nn` loaded, beyond torch: {ours:.2f} s.",
-    ]
+    ], []
 
 
 def seconds(value: float | None) -> str:
@@ -349,45 +392,13 @@ def ratio(value: float | None, ours: float) -> str:
     return "" if value is None else f"{value / ours:.1f}"
 
 
-def machine() -> list[str]:
-    model = (
-        next(
-            (
-                line.split(":")[1].strip()
-                for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")
-            ),
-            platform.processor(),
-        )
-        if Path("/proc/cpuinfo").exists()
-        else ""
-    )
-    packages = [
-        f"Python {platform.python_version()}",
-        f"torch {torch.__version__}",
-        f"numpy {np.__version__}",
-        f"scipy {scipy.__version__}",
-    ]
-    try:
-        from importlib.metadata import version
-
-        packages.append(f"scikit-dimension {version('scikit-dimension')}")
-    except ImportError:
-        pass
-    python = os.environ.get("ANISOSCOPE_DADAPY")
-    if python:
-        code = "from importlib.metadata import version; print(version('dadapy'))"
-        packages.append(
-            "dadapy " + subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
-        )
-    return [
-        "# Benchmarks",
-        "",
-        "Written by `make bench`. Medians; ratios compare lines of this one run, on the same data in the same process.",
-        "",
-        f"{datetime.date.today()}, {model}, {torch.get_num_threads()} threads. {', '.join(packages)}.",
-        "",
-    ]
+HEADING = (
+    "Written by `make bench`. Medians; ratios compare lines of this one run, on the same data in the same process."
+)
+WORDS = (
+    "The limit is work that no way of doing it can leave out, done once and alone. Of spectra and of the states of a "
+    "model the least favourable of several data sets or sites; every line is below."
+)
 
 
 def main() -> None:
@@ -396,30 +407,36 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, no peers")
     parser.add_argument("--only", nargs="*", choices=PARTS)
     args = parser.parse_args()
-    from states import bench_profile, bench_states  # it takes clocks and alternatives from here
+    from published import bench_seminmf  # they take clocks and alternatives from here
+    from states import bench_profile, bench_states
 
     n = 8192 if args.quick else 65536
-    parts: dict[str, Callable[[], list[str]]] = {
+    parts: dict[str, Callable[[], Part]] = {
         "two_nn": lambda: bench_two_nn([8192] if args.quick else [16384, 65536], peers=not args.quick),
         "states": lambda: bench_states(4096 if args.quick else 32768),
         "profile": bench_profile,
         "spectrum": lambda: bench_spectrum(n),
         "cosine": lambda: bench_cosine(n),
         "local": bench_local,
+        "seminmf": lambda: bench_seminmf(n),
         "memory": lambda: bench_memory(n),
         "import": bench_import,
     }
-    page = machine()
+    sections: list[str] = []
+    told: list[Line] = []
     for name, part in parts.items():
         if not args.only or name in args.only:
             print(f"... {name}", flush=True)
-            page += [*part(), ""]
-    text = "\n".join(page)
+            section, lines = part()
+            sections += [*section, ""]
+            told += lines
+    page = ["# Benchmarks", "", HEADING, "", machine(torch.get_num_threads(), os.environ.get("ANISOSCOPE_DADAPY")), ""]
+    text = "\n".join([*page, "## In one table", "", *summary(told), "", WORDS, "", *sections])
     if args.write:
         before = args.write.read_text(encoding="utf-8") if args.write.exists() else ""
         kept = before[before.index(GPU) :] if GPU in before else ""  # what `make bench-gpu` wrote elsewhere stays
         args.write.write_text(f"{text.rstrip()}\n\n{kept}".rstrip() + "\n", encoding="utf-8")
-        print(f"written: {args.write}")
+        print("\n".join([*summary(told), f"written: {args.write}"]))
     else:
         print(text)
 

@@ -17,10 +17,14 @@ from typing import TypeVar
 
 import probe
 import torch
-from bench_gpu import DEVICE, Table, seconds
+from bench_gpu import DEVICE, Table, clock, seconds
+from page import Line
+from torch import nn
 
+from anisoscope.capture.gradients import gradient_pass
 from anisoscope.capture.losses import CausalLoss
 from anisoscope.models.build import ModelSpec, build_model
+from anisoscope.models.sites import discover, select
 from anisoscope.monitor import Monitor
 from anisoscope.monitoring.tangents import TangentAnalysis
 from anisoscope.runs.store import RunReader, RunWriter
@@ -52,38 +56,54 @@ def look() -> list[Table]:
     """Looks at fixed weights: all sites, default measures, two proxies, 199 controls."""
     table = Table(
         "One look of the monitor at 16,384 tokens: default measures, two proxies of rank 16, 199 controls",
-        ("sites", "D", "rows a site", "first", "then, median", "least"),
+        ("sites", "D", "rows a site", "first", "then, median", "least", "its passes alone"),
         words="The first look starts proxies from nothing and, once on a machine, compiles kernels.",
     )
     for layers, width, vectors in ((8, 384, 16_384), (8, 384, 4096), (24, 2048, 16_384)):
-        taken = look_seconds(layers, width, vectors, LOOKS if width < 1024 else 4)
-        row = (taken[0], statistics.median(taken[2:]), min(taken[2:]))
+        taken, passes = look_seconds(layers, width, vectors, LOOKS if width < 1024 else 4)
+        median = statistics.median(taken[2:])
+        row = (taken[0], median, min(taken[2:]), passes)
         table.add(f"{layers + 1}", f"{width:,}", f"{vectors:,}", *map(seconds, row))
+        what = f"a look, {layers + 1} sites of width {width:,}, {vectors:,} rows a site"
+        table.lines.append(Line(what, median, limit="its forward and backward pass", least=passes))
     return [table]
 
 
-def look_seconds(layers: int, width: int, vectors: int, looks: int) -> list[float]:
-    """Seconds of each look."""
-    monitor = watched(layers, width, vectors)
+def look_seconds(layers: int, width: int, vectors: int, looks: int) -> tuple[list[float], float]:
+    """Seconds of each look, and of the passes over the probe that each of them takes, alone."""
+    model = learned(layers, width)
+    monitor = watched(layers, width, vectors, model)
     found = []
     for step in range(looks):
         monitor.step(step)
         found.append(float(monitor.last.info["seconds"]))
     monitor.close()
-    return found
+    ids, sites = probe.zipf_ids(16_384).view(-1, probe.LENGTH).to(DEVICE), select(discover(model), "resid.*")
+
+    def passes() -> None:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            gradient_pass(model, probe.batch_of(ids), sites, CausalLoss())
+
+    return found, clock(passes, 5)
 
 
-def watched(layers: int, width: int, vectors: int) -> Monitor:
-    """A monitor of a small model that has learned a little, due at every step."""
+def learned(layers: int, width: int) -> nn.Module:
+    """A small model that has learned a little."""
     spec = ModelSpec(architecture="gpt2", layers=layers, width=width, heads=width // 64,
                      vocab_size=probe.VOCABULARY, context=probe.LENGTH, causal=True)  # fmt: skip
     model = build_model(spec, 0).to(DEVICE)
     probe.trained(model, torch.device(DEVICE), 20)
+    return model
+
+
+def watched(layers: int, width: int, vectors: int, model: nn.Module | None = None) -> Monitor:
+    """A monitor of such a model, due at every step."""
     ids = probe.zipf_ids(16_384).view(-1, probe.LENGTH)
     counts = TokenCounts.of(probe.zipf_ids(2_000_000, 9), probe.VOCABULARY).update(ids)
     return Monitor(
-        model, probe=[probe.batch_of(ids)], schedule=every(1), loss=CausalLoss(), sites="resid.*", vectors=vectors,
-        analyses={"tangent": TangentAnalysis(counts=counts, referee="never")}, autocast=torch.bfloat16, strict=True,
+        model or learned(layers, width), probe=[probe.batch_of(ids)], schedule=every(1), loss=CausalLoss(),
+        sites="resid.*", vectors=vectors, analyses={"tangent": TangentAnalysis(counts=counts, referee="never")},
+        autocast=torch.bfloat16, strict=True,
     )  # fmt: skip
 
 
@@ -130,6 +150,10 @@ def overhead(steps: int = 3000) -> list[Table]:
         f"A look of {seconds(look)} is {look / step:.1f} steps. Not counted: kernels are compiled once on a machine; "
         f"where none of them was, the first look of a process took {seconds(fresh)}."
     )
+    table.lines.append(
+        Line(f"a training watched by default, {steps:,} updates", timers[1].whole, limit="unwatched",
+             least=timers[0].whole)
+    )  # fmt: skip
     return [table]
 
 

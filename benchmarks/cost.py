@@ -1,6 +1,6 @@
 """How cost grows: time and peak memory of the hot paths on the CPU, as laws with intervals, and what they predict.
 
-    python benchmarks/cost.py                      # everything, under eight minutes on two quiet cores
+    python benchmarks/cost.py                      # everything, a quarter of an hour on two quiet cores
     python benchmarks/cost.py --quick              # small sizes, for a look at the script and not at the machine
     python benchmarks/cost.py --only moments eigh --save cost.json    # some parts; the file keeps those of earlier runs
     python benchmarks/cost.py --only --save cost.json                 # nothing new: the tables of what the file holds
@@ -45,10 +45,11 @@ from hot_paths import (
     two_nn_of,
 )
 from laws import At, Law, fit_law
+from merging import merging
 
 from anisoscope.stats.sketch import Sketch
 
-ROWS, WIDTHS = (512, 2048, 8192, 16_384, 65_536), (64, 128, 256, 512, 1024, 2048)
+ROWS, WIDTHS = (512, 2048, 8192, 32_768, 131_072, 262_144), (64, 128, 256, 512, 1024, 2048)
 LEAST_PEAK = 4e6  # bytes: smaller peaks are the allocator's
 LARGE = {"N": 16_384, "D": 8192}  # a site of a model of 70 B weights, at one look
 SITES = 82  # its embedding, 80 layers and final norm
@@ -120,7 +121,8 @@ def measured(at: At, job: Job, *, once: bool = False) -> Point:
     first = time.perf_counter() - began
     peak = resident("VmHWM") - before
     taken = [first] if once or first > 2 else []  # nothing to warm up in so long a run
-    while not once and (len(taken) < (2 if first > 2 else 3) or (sum(taken) < 0.5 and len(taken) < 9)):
+    enough = 1 if once or first > 10 else 2 if first > 2 else 3
+    while not once and (len(taken) < enough or (sum(taken) < 0.5 and len(taken) < 9)):
         began = time.perf_counter()
         job()
         taken.append(time.perf_counter() - began)
@@ -155,12 +157,12 @@ FAMILIES = {
     "moments": Family("exact moments, float64", ("N", "D"), moments,
                       grid(ROWS, (*WIDTHS, 4096), 8192, 512), {"N": 2048, "D": 512}),
     "global": Family("four global measures with error bars, N >= 2 D", ("N", "D"), global_measures,
-                     grid((1024, 2048, 8192, 16_384, 65_536), WIDTHS, 8192, 256), LARGE_ROWS),
+                     grid((1024, *ROWS[1:]), WIDTHS, 8192, 256), LARGE_ROWS),
     "eigh": Family("eigenvectors of the covariance", ("D",), eigh, [{"D": d} for d in (*WIDTHS, 4096)], {"D": 256}),
     "two_nn": Family("two_nn, curved 12-dimensional cloud with noise", ("N", "D"), two_nn_of(manifold),
                      grid(ROWS, MOST, 8192, 128)[1:], {"N": 2048}),
     "two_nn_white": Family("two_nn, white Gaussian: the worst case", ("N", "D"), two_nn_of(gaussian),
-                           grid((512, 2048, 8192, 32_768), (64, 128, 256, 512), 8192, 128), {"N": 2048}),
+                           grid(ROWS, WIDTHS[:4], 8192, 128), {"N": 2048}),
     "tangents": Family("local_tangents, 256 anchors, 64 neighbours", ("N", "D"), tangents,
                        grid(ROWS, MOST, 8192, 256)),
     "pca": Family("PCA proxy, rank 16", ("N", "D"), proxy("pca"), grid(ROWS, MOST, 8192, 256), LARGE_ROWS),
@@ -175,6 +177,9 @@ FAMILIES = {
     "crossed_size": Family("the same with 199 controls, K = 16", ("N", "D"), crossed, grid(ROWS, MOST, 8192, 256)),
     "look": Family("a look, N = 2,048 tokens, D = 64, by sites", ("sites",), look,
                    [{"sites": s} for s in (2, 3, 5, 9, 17, 33)]),
+    "processes": Family("merge_across_ranks of exact moments over P processes, on these cores", ("D", "P"), merging,
+                        [{"D": d, "P": p} for d, p in ((64, 2), (256, 4), (512, 4), (1024, 2), (1024, 3), (1024, 4),
+                                                       (1024, 6), (1024, 8), (2048, 2), (2048, 4), (2048, 8))]),
     "sketch": Family("sketch of rank r", ("N", "D", "r"), sketch,
                      [*grid(ROWS, (256, 512, 1024, 2048, 4096), 4096, 512, r=32),
                       *({"N": 4096, "D": 2048, "r": r} for r in (8, 16, 64, 128, 256))],
@@ -184,7 +189,7 @@ FAMILIES = {
 
 def quick(sizes: Sequence[At]) -> list[At]:
     """Those that take next to no time."""
-    most = {"N": 8192, "D": 512, "K": 32, "B": 499, "sites": 5}
+    most = {"N": 8192, "D": 512, "K": 32, "B": 499, "sites": 5, "P": 2}
     few = [one for one in sizes if all(value <= most.get(axis, value) for axis, value in one.items())]
     return [one for one in few if one.get("N", 1) * one.get("D", 1) <= 1 << 20]
 
@@ -379,7 +384,9 @@ def main() -> None:
         sizes = quick(family.sizes) if given.quick else family.sizes
         found[name] = []
         for at in sizes:
-            found[name].append(measured(at, family.make(at)))
+            job = family.make(at)
+            found[name].append(measured(at, job))
+            getattr(job, "close", lambda: None)()  # of the others memory is all there is to give back
             keep(given.save, found)
         print(f"... {name}, {time.perf_counter() - began:.1f} s", flush=True)
     print(machine())

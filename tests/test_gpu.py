@@ -131,6 +131,34 @@ def test_rows_in_doubt_are_measured_against_all_others():
                     assert torch.allclose(one.distances[row], old.distances[row], rtol=1e-9, atol=0)
 
 
+def test_on_an_unknown_gpu_the_fastest_shape_of_the_product_is_looked_for(monkeypatch, tmp_path):
+    """Each of them finds the same neighbours; one is chosen, kept on disk and read by the next process."""
+    from anisoscope.kernels import shapes
+    from anisoscope.measures import neighbors_fused
+
+    x = cloud(8192, 96)
+    truth = an.nearest_neighbors(x, 2).distances
+    asked = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(neighbors_fused, "KNOWN", {})
+    seconds = neighbors_fused._seconds
+    monkeypatch.setattr(neighbors_fused, "_seconds", lambda *of: asked.append(of[-1]) or seconds(*of))
+    neighbors_fused.product_shape.cache_clear()
+    try:
+        found = neighbors_fused.product_shape(torch.device("cuda", 0))
+        assert asked == list(neighbors_fused.SHAPES) and found in asked
+        neighbors_fused.product_shape.cache_clear()
+        assert neighbors_fused.product_shape(torch.device("cuda", 0)) == found and len(asked) == len(set(asked))
+    finally:
+        neighbors_fused.product_shape.cache_clear()
+    (kept,) = tmp_path.rglob(shapes.FILE)
+    print(kept.read_text())
+    for shape in neighbors_fused.SHAPES:
+        monkeypatch.setattr(neighbors_fused, "product_shape", lambda device, shape=shape: shape)
+        again = an.nearest_neighbors(x.cuda(), 2).distances
+        torch.testing.assert_close(again.cpu(), truth, rtol=1e-12, atol=0)
+
+
 def test_the_kernel_of_sweeps_is_the_sweep():
     from anisoscope.tangent.descent import swept
 

@@ -13,7 +13,7 @@ import answers
 import pytest
 import torch
 
-from anisoscope.measures.neighbors_fused import LEAST_ROWS, MOST_K, can_fuse, enough_groups
+from anisoscope.measures.neighbors_fused import LEAST_ROWS, MOST_K, SHAPES, can_fuse, enough_groups
 from anisoscope.tangent.sweeps import has_kernels
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -72,12 +72,15 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_here():
     assert not found["forgotten"], "kernels that nobody has built"
     shared = found["shared"]
     assert max(shared.values()) <= 160 * 1024, shared  # as large GPUs have; the rules know of kernels that need it
+    most = {"80": 163, "89": 99}  # kilobytes that a program may have there
+    assert found["products"].keys() == most.keys()
+    assert all(size <= most[kind] * 1024 for kind, size in found["products"].items()), found["products"]
 
 
 @pytest.fixture(scope="module")
 def small():
     """Cases that take less than the start of a process, all in one."""
-    return run("groups", "codes", "inverses", "accounts")
+    return run("groups", "shapes", "codes", "inverses", "accounts")
 
 
 def test_short_cuts_of_the_interpreter_change_no_number():
@@ -86,6 +89,12 @@ def test_short_cuts_of_the_interpreter_change_no_number():
 
 def test_groups_are_those_of_the_kernels(small):
     assert small["groups"] is True
+
+
+def test_bounds_do_not_depend_on_the_shape_of_the_product(small):
+    """But for sums that are added up in other steps, which the allowance for rounding covers."""
+    assert len(small["shapes"]) == len(SHAPES) - 1
+    assert max(small["shapes"]) <= 2.0**-14, small["shapes"]  # two bounds, each moved by a place in its lowest bits
 
 
 def test_rounds_over_codes_are_those_of_the_plain_products(small):

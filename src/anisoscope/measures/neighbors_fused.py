@@ -29,6 +29,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.kernels import kernels_of, kernels_run, on_its_device
+from anisoscope.kernels.shapes import Shape, fastest
 from anisoscope.measures import row_kernels
 from anisoscope.measures.found import Found
 from anisoscope.measures.row_kernels import DEPTH, Ready
@@ -40,10 +41,15 @@ SPARE = 6
 SHORTEST = 16  # of a list: wide rows have more neighbours within the allowance than narrow ones
 AGAIN = 2048  # rows of a site that are looked at once more, without asking whether there are so many
 STRIPE_CELLS = 1 << 29  # bounds held at a time, float32: two gigabytes
-WARPS, STAGES = 4, 3  # of the product: the fastest of nine that were tried
+SHAPES = tuple(Shape(*one) for one in (
+    (64, 4, 3), (64, 4, 2), (64, 4, 4), (64, 8, 2), (64, 8, 3), (64, 8, 4), (32, 4, 3), (32, 4, 4), (32, 8, 4),
+))  # fmt: skip
+"""Of the product; depths divide ``DEPTH``, to multiples of which rows are padded."""
+KNOWN = {(9, 0): SHAPES[0]}  # by compute capability: the fastest of them on an H200
+TRIED_ROWS, TRIED_WIDTH = 16_384, 768
 LIST_ROWS = 64  # rows whose lists one program keeps
 MEASURED_TILE, MEASURED_WARPS = (1, 256), 1  # rows and columns of differences
-AGAIN_TILE, AGAIN_WARPS = (32, 128), 4  # of bounds that are looked at again
+AGAIN_TILE, AGAIN_WARPS, AGAIN_STAGES = (32, 128), 4, 3  # of bounds that are looked at again
 AGAIN_SHARES = 16  # of all rows, each with lists of its own: few rows in doubt keep a GPU busy
 DOUBT_ROWS = 1024  # of a site, looked through for such rows at a time
 NEAR = 16  # tiles of so many groups each way follow one another
@@ -72,7 +78,8 @@ def search_fused(
     left_out: Bool[Tensor, "s n"] | None = None,
     ready: Ready | None = None,
 ) -> list[Found]:
-    """The ``k`` nearest other rows of every row of each site, and which rows are certain; asks nothing of the device.
+    """The ``k`` nearest other rows of every row of each site, and which rows are certain. Asks nothing of the device,
+    but for ``product_shape`` on a GPU that it does not know.
 
     ``scale`` is the power of two of ``plan.scale_of``. Rows that are ``left_out`` are nobody's neighbours; their own
     distances are infinite, and certain. ``ready`` are these rows in half precision, where somebody has them; sizes
@@ -151,8 +158,38 @@ def _tiles(first: int, last: int, device: torch.device, stream: int) -> Int[Tens
     return torch.stack([rows[order], columns[order]], dim=1).int().contiguous()
 
 
-def _look(ready: Ready, lists: _Lists, first: int, last: int) -> None:
-    """All pairs of a stripe of columns with the rows before them, sorted into the lists of both."""
+@functools.cache
+def product_shape(device: torch.device) -> Shape:
+    """The shape of the product on this device: the one that is known of its kind, or else the fastest of ``SHAPES``,
+    which are built and timed there the first time that a machine needs one."""
+    if device.type != "cuda":
+        return SHAPES[0]
+    kind = torch.cuda.get_device_capability(device)
+    if kind in KNOWN:
+        return KNOWN[kind]
+    import triton
+
+    kernel = kernels_of("nearest").three_least_of_tiles
+    name = f"{kernel.cache_key} {triton.__version__} {torch.cuda.get_device_name(device)} {kind} {SHAPES}"
+    return fastest(SHAPES, functools.partial(_seconds, Ready.of(_tried_rows(device), 1.0)), name)
+
+
+def _tried_rows(device: torch.device) -> Float[Tensor, "1 n d"]:
+    draw = torch.Generator(device).manual_seed(0)
+    return torch.randn(1, TRIED_ROWS, TRIED_WIDTH, generator=draw, device=device)
+
+
+def _seconds(ready: Ready, shape: Shape) -> float:
+    from triton.testing import do_bench
+
+    groups = ready.size.shape[1] // kernels_of("nearest").TILE
+    return do_bench(lambda: _bounds(ready, 0, groups, shape), return_mode="median") / 1000
+
+
+def _bounds(
+    ready: Ready, first: int, last: int, shape: Shape
+) -> tuple[Float[Tensor, "three s g end"], Float[Tensor, "three s last c"]]:
+    """The three least of all pairs of a stripe of columns with the rows before them, by row and by column."""
     kernels = kernels_of("nearest")
     tile, (sites, padded, depth), device = kernels.TILE, ready.half.shape, ready.half.device
     end, columns = last * tile, (last - first) * tile
@@ -161,8 +198,17 @@ def _look(ready: Ready, lists: _Lists, first: int, last: int) -> None:
     of_columns = torch.empty(3, sites, last, columns, dtype=torch.float32, device=device)
     kernels.three_least_of_tiles[(len(tiles), sites)](
         ready.half, ready.size, tiles, *of_rows, *of_columns, padded, end, last - first, first, columns,
-        D=depth, B=tile, K=DEPTH, num_warps=WARPS, num_stages=STAGES,
+        D=depth, B=tile, K=shape.depth, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
+    return of_rows, of_columns
+
+
+def _look(ready: Ready, lists: _Lists, first: int, last: int) -> None:
+    """All pairs of a stripe of columns with the rows before them, sorted into the lists of both."""
+    kernels, (sites, padded, _) = kernels_of("nearest"), ready.half.shape
+    tile = kernels.TILE
+    end, columns = last * tile, (last - first) * tile
+    of_rows, of_columns = _bounds(ready, first, last, product_shape(ready.half.device))
     common = {"SHARE": tile, "T": lists.values.shape[1], "P": 8, "B": LIST_ROWS, "num_warps": 2}
     kernels.keep_least[(end // LIST_ROWS, sites)](
         lists.values, lists.groups, lists.rest, *of_rows, padded, 0, end, first, last - first, AHEAD=True, **common
@@ -186,7 +232,8 @@ def _look_again(rows: Float[Tensor, "s n d"], scale: float, ready: Ready, found:
     places, rest = torch.empty_like(values, dtype=torch.int32), torch.empty_like(values[:, :AGAIN_SHARES])
     kernels.nearest_of_rows[(-(-many // tall), AGAIN_SHARES, sites)](
         ready.half, ready.fine, ready.back, own, count, values, places, rest, padded, many, share,
-        D=depth, T=length, R=tall, C=broad, K=DEPTH, SUM=row_kernels.SUMMED, num_warps=AGAIN_WARPS, num_stages=STAGES,
+        D=depth, T=length, R=tall, C=broad, K=DEPTH, SUM=row_kernels.SUMMED,
+        num_warps=AGAIN_WARPS, num_stages=AGAIN_STAGES,
     )  # fmt: skip
     _measure(rows, scale, ready, found, (values, places, rest), (own, count))
 
