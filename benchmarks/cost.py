@@ -393,7 +393,8 @@ def main() -> None:
     print("\n".join(table({name: found[name] for name in FAMILIES if name in found})))
     if {"moments", "sketch"} <= found.keys() and not given.quick:
         print("\n".join(["", *predictions(found), "", *crossover(found)]))
-    noisy = max((one.others for kept in found.values() for one in kept), default=0.0)
+    alone = (kept for name, kept in found.items() if name != "processes")  # its others are its own
+    noisy = max((one.others for kept in alone for one in kept), default=0.0)
     print(f"\nOther processes kept at most {noisy:.2f} cores busy while a point was measured.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import shutil
 import tempfile
 from datetime import timedelta
@@ -43,8 +44,8 @@ class Merging:
         """End the group, and with it the others."""
         dist.destroy_process_group()
         for one in self._others:
-            one.terminate()
-            one.join()
+            one.join(PATIENCE.total_seconds())
+            one.kill()
         shutil.rmtree(self._folder)
 
 
@@ -61,3 +62,4 @@ def _merge_on(rank: int, processes: int, width: int, folder: str) -> None:
     with contextlib.suppress(RuntimeError):  # the first process has left
         while True:
             merge_across_ranks(state)
+    os._exit(0)  # threads of the broken group would complain at an orderly end
