@@ -50,6 +50,7 @@ SHARING, BANDS = "tests/test_stacked_sharing.py", "tests/test_band_forms.py"
 RESIDUES, INTEGERS = "tests/test_residues.py", "tests/test_integers.py"
 SHAPES, LOADING, KEPT = "tests/test_figures.py", "tests/test_models_load.py", "tests/test_shares.py"
 CORPUS, BESIDE = "tests/test_text_corpus.py", "tests/test_beside.py"
+CUTS = "tests/test_shapes.py"
 CODED, ALL = "measures/integers.py", "measures/all_pairs.py"
 MUTANTS = [
     Mutant(A, "value = lead.first / lead.total", "value = (lead.first / lead.total) ** 0.5", (ORACLES,)),
@@ -782,6 +783,17 @@ MUTANTS = [
     Mutant("tangent/stacked_types.py", "if not len(cell.at) else", "if False else", (TYPES,), "by_bin"),
     Mutant("slices.py", "rows[:, first : first + end - begin]", "rows[:, begin:end]", (PROFILE,), "gathered"),
     Mutant("models/gguf_files.py", "return value.item()", "return float(value.item())", (LOADING,), "quick_gguf"),
+    Mutant("kernels/shapes.py", "min(shapes", "max(shapes", (CUTS,)),
+    Mutant("kernels/shapes.py", "if math.isfinite(taken[found]):", "if True:", (CUTS,)),
+    Mutant("kernels/shapes.py", "hashlib.sha256(name.encode())", 'hashlib.sha256(b"")', (CUTS,)),
+    Mutant("kernels/shapes.py", "if list(astuple(one)) == kept", "if kept", (CUTS,)),
+    Mutant("kernels/shapes.py", ", ValueError, KeyError, TypeError)", ")", (CUTS,)),
+    Mutant("kernels/shapes.py", "except (OSError, RuntimeError):  #", "except ValueError:  #", (CUTS,)),
+    Mutant("kernels/shapes.py", "    except Exception:", "    except ValueError:", (CUTS,)),
+    Mutant("measures/neighbors_fused.py", "    if kind in KNOWN:", "    if False:", (CUTS,)),
+    Mutant("measures/neighbors_fused.py", "{torch.cuda.get_device_name(device)} ", "", (CUTS,)),
+    Mutant("kernels/nearest.py", "range(0, D, K)", "range(0, D - K, K)", (KERNELS,), "brute_force"),
+    Mutant("kernels/nearest.py", "left += K", "left += 64", (KERNELS,), "shape_of_the_product"),
 ]
 
 

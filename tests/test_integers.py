@@ -349,7 +349,7 @@ def chosen(X, k, seed):
 
 
 def test_the_plan(seed, monkeypatch):
-    white, flat = gaussian_rows(5000, 256, seed), gaussian_rows(9000, 3, seed) @ gaussian_rows(3, 256, seed + 1)
+    white, flat = gaussian_rows(5000, 256, seed), gaussian_rows(20_000, 3, seed) @ gaussian_rows(3, 256, seed + 1)
     monkeypatch.setattr(plan, "integers_serve", lambda: True)
     assert chosen(white, 2, seed).integers
     assert not chosen(white * 1e30, 2, seed).integers
@@ -361,19 +361,39 @@ def test_the_plan(seed, monkeypatch):
 def test_more_neighbours_than_groups_in_a_tile_are_not_looked_for_in_integers(one_seed, monkeypatch):
     """The least of each group bounds one distance: of fewer groups than neighbours nothing follows for the last."""
     monkeypatch.setattr(plan, "integers_serve", lambda: True)
-    monkeypatch.setattr(plan, "MEASURE", 0.0)  # whatever is left to be measured
+    for cost in ("PAIR", "MEASURE"):
+        monkeypatch.setattr(plan, cost, 0.0)  # whatever is left to be measured
     groups = all_pairs.TILE_ROWS // all_pairs.GROUP
     white = gaussian_rows(5000, 256, one_seed)
     assert chosen(white, groups, one_seed).integers and not chosen(white, groups + 1, one_seed).integers
+
+
+def test_pairs_that_survive_are_dear_however_narrow_rows_are(seed, monkeypatch):
+    """Eight axes of eleven leave 4e-4 of all pairs, which take longer than eight more axes; with a cost of each column
+    alone they had been taken."""
+    monkeypatch.setattr(plan, "integers_serve", lambda: False)
+    spread = torch.cat([torch.ones(8), torch.full((3,), 0.5), torch.full((53,), 1e-3)])
+    rows = gaussian_rows(40_000, 64, seed) * spread
+    assert chosen(rows, 2, seed).axes == 16
+    monkeypatch.setattr(plan, "PAIR", 0.0)
+    assert chosen(rows, 2, seed).axes == 8
+
+
+def test_axes_are_paid_for_once(seed, monkeypatch):
+    """What comes before the sweep counts: of few rows the full product is as soon."""
+    monkeypatch.setattr(plan, "integers_serve", lambda: False)
+    flat = gaussian_rows(40_000, 3, seed) @ gaussian_rows(3, 64, seed + 1)
+    assert chosen(flat[:8000], 2, seed).is_full and chosen(flat, 2, seed).axes == 8
 
 
 def test_axes_are_looked_for_where_they_could_pay(monkeypatch):
     asked = []
     axes = plan.principal_axes
     monkeypatch.setattr(plan, "principal_axes", lambda *given: (asked.append(given[0].shape), axes(*given))[1])
-    for n, width in ((4200, 512), (9000, 64)):
+    monkeypatch.setattr(plan, "integers_serve", lambda: False)
+    for n, width in ((4200, 512), (9000, 64), (9000, 512)):
         chosen(gaussian_rows(n, width, 0), 2, 0)
-    assert asked == [(9000, 64)]
+    assert asked == [(9000, 512)]
 
 
 def test_how_many_rows_are_few(monkeypatch):

@@ -17,12 +17,17 @@ MIN_ROWS_TO_PLAN = 4096  # below this one sweep costs less than choosing how to 
 SAMPLED_ROWS, SAMPLED_COLUMNS = 128, 4096  # what ``choose_plan`` looks at
 FEWEST_AXES = 8
 BASIS_SAMPLE = 8192  # rows that principal axes are taken from
-# Costs of a pair in units of one multiply-add in float32, roughly, from 65,536 rows on two cores of a Zen 5.
-SCAN, INTEGER_SCAN = 62.0, 75.0
+# Costs of a pair in units of one multiply-add in float32, roughly, from 16,384 to 262,144 rows on two cores of a Zen 5.
+SCAN, INTEGER_SCAN = 62.0, 88.0
 INTEGER = 0.1  # a multiply-add of small integers
 MOST_IN_INTEGERS = 32  # neighbours: as many as a tile has groups of rows, or its first look leaves every pair in doubt
 EIGH = 12.0  # of each entry of the cube: eigenvectors in float64
-MEASURE = 150.0  # of each column: a measurement by differences, which moves whole rows through memory
+ROW = 400_000.0  # of each row, where axes are used: coordinates, and first bounds from more cells
+BENEFIT = 0.95  # of the doubt, for the full product
+PAIR, MEASURE = 100_000.0, 120.0
+"""Of a pair that survives on the sample, and of each of its columns. Hardly any of it is arithmetic: early in a sweep,
+when limits are not what they will be, some three pairs are found for one, each is looked for and entered from both
+sides, and whole rows move through memory."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ def choose_plan(
 ) -> tuple[Plan, Float[Tensor, "d d"] | None]:
     """Choose how to bound, by the pairs that would survive on a sample; the axes come along.
 
-    Costs per pair: the product, a scan of the tile, and for each survivor one measurement.
+    Costs per pair: the product, a scan of the tile, for each survivor one measurement, and of axes what comes first.
     """
     n, width = rows.shape
     full = Plan(axes=width, width=width, survivors=k / n)
@@ -59,13 +64,14 @@ def choose_plan(
     picks = torch.randperm(n, generator=generator)
     some, others = picks[:SAMPLED_ROWS].to(rows.device), picks[-SAMPLED_COLUMNS:].to(rows.device)
     limit = _sampled_limits(rows, mean, some, k)
-    best, best_cost = full, (width + SCAN) * 0.8  # the full product keeps the benefit of the doubt
+    best, best_cost = full, (width + SCAN) * BENEFIT
     if k <= MOST_IN_INTEGERS and width <= MOST_COLUMNS and rows.device.type == "cpu" and integers_serve():
         survivors = survivors_in_integers(rows[some], rows[others], mean, limit.sqrt())
-        cost = INTEGER * width + INTEGER_SCAN + survivors * MEASURE * width
+        cost = INTEGER * width + INTEGER_SCAN + survivors * (PAIR + MEASURE * width)
         if cost < best_cost:
             best, best_cost = Plan(axes=width, width=width, survivors=survivors, integers=True), cost
-    if n * n / 2 * (best_cost - SCAN - FEWEST_AXES) < BASIS_SAMPLE * width**2 + EIGH * width**3:
+    begin = (BASIS_SAMPLE * width**2 + EIGH * width**3 + ROW * n) / (n * n / 2)
+    if best_cost < FEWEST_AXES + SCAN + begin:
         return best, None  # axes cost more than they could save
     basis = principal_axes(rows, mean, generator)
     a, b = (_about(rows[which], mean) @ basis.float() for which in (some, others))
@@ -74,7 +80,7 @@ def choose_plan(
         lead = torch.cdist(a[:, :axes], b[:, :axes])
         rest = a[:, axes:].norm(dim=1)[:, None] - b[:, axes:].norm(dim=1)[None, :]
         survivors = float((lead.square() + rest.square() < limit[:, None]).double().mean())
-        cost = axes + SCAN + survivors * MEASURE * width
+        cost = axes + SCAN + begin + survivors * (PAIR + MEASURE * width)
         if cost < best_cost:
             best, best_cost = Plan(axes=axes, width=width, survivors=survivors), cost
         axes *= 2
