@@ -394,6 +394,8 @@ def test_axes_are_looked_for_where_they_could_pay(monkeypatch):
     for n, width in ((4200, 512), (9000, 64), (9000, 512)):
         chosen(gaussian_rows(n, width, 0), 2, 0)
     assert asked == [(9000, 512)]
+    monkeypatch.setattr(plan, "integers_serve", lambda: True)
+    assert chosen(gaussian_rows(9000, 512, 0), 2, 0).integers and len(asked) == 1, "integers are as soon"
 
 
 def test_how_many_rows_are_few(monkeypatch):

@@ -70,9 +70,10 @@ def choose_plan(
         cost = INTEGER * width + INTEGER_SCAN + survivors * (PAIR + MEASURE * width)
         if cost < best_cost:
             best, best_cost = Plan(axes=width, width=width, survivors=survivors, integers=True), cost
-    begin = (BASIS_SAMPLE * width**2 + EIGH * width**3 + ROW * n) / (n * n / 2)
-    if best_cost < FEWEST_AXES + SCAN + begin:
-        return best, None  # axes cost more than they could save
+    look = (BASIS_SAMPLE * width**2 + EIGH * width**3) / (n * n / 2)
+    begin = look + ROW * n / (n * n / 2)
+    if best_cost < FEWEST_AXES + SCAN + begin + look:
+        return best, None  # axes could not save what it takes to look for them
     basis = principal_axes(rows, mean, generator)
     a, b = (_about(rows[which], mean) @ basis.float() for which in (some, others))
     axes = FEWEST_AXES
