@@ -396,8 +396,9 @@ HEADING = (
     "Written by `make bench`. Medians; ratios compare lines of this one run, on the same data in the same process."
 )
 WORDS = (
-    "The limit is work that no way of doing it can leave out, done once and alone. Of spectra and of the states of a "
-    "model the least favourable of several data sets or sites; every line is below."
+    "The limit is work that every way has to do, done once and alone as torch does it; ours is below it where another "
+    "library does it sooner (docs/architecture.md). Of spectra and of the states of a model the least favourable of "
+    "several data sets or sites; every line is below."
 )
 
 
