@@ -649,6 +649,14 @@ MUTANTS = [
     Mutant(ALL, " and rows.shape[1] <= MOST_COLUMNS", "", (INTEGERS,)),
     Mutant("stats/precision.py", "        torch.set_num_threads(before)", "        pass", (INTEGERS,)),
     Mutant("measures/plan.py", "k <= MOST_IN_INTEGERS and ", "", (INTEGERS,)),
+    Mutant(
+        "measures/plan.py",
+        "axes + SCAN + begin + survivors * (PAIR + ",
+        "axes + SCAN + begin + survivors * (",
+        (INTEGERS,),
+    ),
+    Mutant("measures/plan.py", "axes + SCAN + begin + survivors", "axes + SCAN + survivors", (INTEGERS,), "paid_for"),
+    Mutant("measures/plan.py", "    begin = look + ROW * n / (n * n / 2)", "    begin = 0.0", (INTEGERS,), "paid_for"),
     Mutant("measures/plan.py", "        return best, None  # axes", "        pass  # axes", (INTEGERS,)),
     Mutant("measures/neighbors.py", "k <= SWEPT_NEIGHBORS and ", "", (INTEGERS,)),
     Mutant(

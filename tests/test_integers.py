@@ -382,8 +382,8 @@ def test_pairs_that_survive_are_dear_however_narrow_rows_are(seed, monkeypatch):
 def test_axes_are_paid_for_once(seed, monkeypatch):
     """What comes before the sweep counts: of few rows the full product is as soon."""
     monkeypatch.setattr(plan, "integers_serve", lambda: False)
-    flat = gaussian_rows(40_000, 3, seed) @ gaussian_rows(3, 64, seed + 1)
-    assert chosen(flat[:8000], 2, seed).is_full and chosen(flat, 2, seed).axes == 8
+    flat = gaussian_rows(40_000, 3, seed) @ gaussian_rows(3, 128, seed + 1)
+    assert chosen(flat[:9000], 2, seed).is_full and chosen(flat, 2, seed).axes == 8
 
 
 def test_axes_are_looked_for_where_they_could_pay(monkeypatch):
