@@ -45,7 +45,7 @@ SHAPES = tuple(Shape(*one) for one in (
     (64, 4, 3), (64, 4, 2), (64, 4, 4), (64, 8, 2), (64, 8, 3), (64, 8, 4), (32, 4, 3), (32, 4, 4), (32, 8, 4),
 ))  # fmt: skip
 """Of the product; depths divide ``DEPTH``, to multiples of which rows are padded."""
-KNOWN = {(9, 0): SHAPES[0]}  # by compute capability: the fastest of them on an H200
+KNOWN = {(9, 0): SHAPES[0]}  # by compute capability: the fastest of nine that were tried on an H200
 TRIED_ROWS, TRIED_WIDTH = 16_384, 768
 LIST_ROWS = 64  # rows whose lists one program keeps
 MEASURED_TILE, MEASURED_WARPS = (1, 256), 1  # rows and columns of differences
