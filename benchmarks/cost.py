@@ -46,6 +46,7 @@ from hot_paths import (
 )
 from laws import At, Law, fit_law
 from merging import merging
+from page import processor
 
 from anisoscope.stats.sketch import Sketch
 
@@ -347,10 +348,8 @@ def crossover(found: Mapping[str, Sequence[Point]], n: int = 16_384) -> list[str
 
 
 def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
-    return f"{datetime.date.today()}, {model}, {torch.get_num_threads()} threads. {versions}."
+    return f"{datetime.date.today()}, {processor()}, {torch.get_num_threads()} threads. {versions}."
 
 
 def keep(path: Path | None, found: Mapping[str, Sequence[Point]]) -> None:
