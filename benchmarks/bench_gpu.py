@@ -28,7 +28,7 @@ from anisoscope.stats.moments import cell_grams
 
 DEVICE = "cuda"
 WIDTH = 768
-WORDS = "The limit is work that no way of doing it can leave out, done once and alone in this run."
+WORDS = "The limit is work that every way has to do, done once and alone in this run by plain products."
 
 
 def clock(function: Callable[[], object], repeats: int = 3) -> float:

@@ -1,6 +1,6 @@
 """How cost grows: time and peak memory of the hot paths on the CPU, as laws with intervals, and what they predict.
 
-    python benchmarks/cost.py                      # everything, a quarter of an hour on two quiet cores
+    python benchmarks/cost.py                      # everything, nine minutes on two quiet cores
     python benchmarks/cost.py --quick              # small sizes, for a look at the script and not at the machine
     python benchmarks/cost.py --only moments eigh --save cost.json    # some parts; the file keeps those of earlier runs
     python benchmarks/cost.py --only --save cost.json                 # nothing new: the tables of what the file holds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ HEAD = ("what", "ours", "alternative", "its time", "ratio", "limit", "its time",
 
 @dataclass(frozen=True)
 class Line:
-    """One hot path beside one alternative and beside what no way of doing it can go below, in seconds."""
+    """One hot path beside one alternative and beside work that every way has to do, in seconds."""
 
     what: str
     ours: float
@@ -67,6 +66,6 @@ def machine(threads: int, dadapy: str | None) -> str:
             continue
     if dadapy:
         code = "from importlib.metadata import version; print(version('dadapy'))"
-        said = subprocess.run([dadapy, "-c", code], capture_output=True, text=True, check=False, env=os.environ)
+        said = subprocess.run([dadapy, "-c", code], capture_output=True, text=True, check=False)
         packages.append(f"dadapy {said.stdout.strip()}")
     return f"{date.today()}, {processor()}, {threads} threads. {', '.join(packages)}."
