@@ -692,8 +692,18 @@ MUTANTS = [
     Mutant(
         "profiling.py", "        other.curves += (replace(one, site=site) for one in self.curves)\n", "", (PROFILE,)
     ),
-    Mutant("models/sources.py", "            over.set()\n", "            pass\n", (LOADING,), "beside_loading"),
-    Mutant("models/sources.py", "digest.update(room[:size])", "digest.update(room)", (LOADING,), "beside_loading"),
+    Mutant("meanwhile.py", "        self._over.set()\n", "", ("tests/test_meanwhile.py",)),
+    Mutant("meanwhile.py", "cancel_futures=True", "cancel_futures=False", ("tests/test_meanwhile.py",)),
+    Mutant("models/sources.py", "digest.update(room[:size])", "digest.update(room)", (LOADING,), "hashed"),
+    Mutant(
+        "models/sources.py", "                if given_up():\n", "                if False:\n", (LOADING,), "hashed"
+    ),
+    Mutant("models/load.py", "        on_tokenizer(tokenizer)\n    with", "    with", (LOADING,), "told_of"),
+    Mutant("text/batches.py", "if ids is None else ids", "", ("tests/test_text_batches.py",), "ids_that_are_known"),
+    Mutant(
+        "text/batches.py", "            if given_up():\n", "            if False:\n", ("tests/test_text_batches.py",)
+    ),
+    Mutant("views/interactive.py", "@functools.cache\n", "", ("tests/test_report.py",), "packed_once"),
     Mutant("models/gguf_files.py", 'str(value, "utf-8")', 'str(value, "latin-1")', (LOADING,), "gguf"),
     Mutant(
         "models/gguf_files.py", "                setattr(module, name, plain)\n", "                pass\n", (LOADING,)

@@ -19,10 +19,11 @@ from test_models_llama2c import DATA, stories
 from tiny_models import KNOWN, T5, Known, build, token_ids
 
 from anisoscope.errors import ModelError, OptionError
-from anisoscope.models import sources
+from anisoscope.models import load, sources
 from anisoscope.models.library import import_models
 from anisoscope.models.load import load_model
 from anisoscope.models.sites import discover
+from anisoscope.text.tokens import train_bpe
 
 KINDS = {"bert": "encoder", "gpt2": "decoder", "eurobert": "encoder", "llama": "decoder", "modernbert": "encoder"}
 
@@ -66,17 +67,18 @@ def test_the_hash_follows_the_weights_and_nothing_else(folder, tmp_path):
     assert load_model(copy).source_hash != first.source_hash
 
 
-def test_files_are_hashed_beside_loading_and_nobody_waits_after_an_error(tmp_path, monkeypatch):
+def test_files_are_hashed_piece_by_piece_until_nobody_wants_to_know(tmp_path, monkeypatch):
     files = [tmp_path / "b", tmp_path / "a"]
     for size, file in zip((0, 50), files, strict=True):
         file.write_bytes(bytes(range(size)))
     monkeypatch.setattr(sources, "HASHED_BYTES", 7)
     lines = [f"{file.name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n" for file in sorted(files)]
-    with sources.beside_fingerprint(files) as found:
-        assert found() == sources.fingerprint(files) == hashlib.sha256("".join(lines).encode()).hexdigest()
+    assert sources.fingerprint(files) == hashlib.sha256("".join(lines).encode()).hexdigest()
     with pytest.raises(CancelledError):
         sources.fingerprint(files, lambda: True)
 
+
+def test_a_broken_load_does_not_wait_for_the_hash(folder, monkeypatch):
     ended = []
 
     def long(paths, given_up):
@@ -85,14 +87,36 @@ def test_files_are_hashed_beside_loading_and_nobody_waits_after_an_error(tmp_pat
             time.sleep(0.001)
         ended.append(given_up())
 
-    monkeypatch.setattr(sources, "fingerprint", long)
-    with pytest.raises(KeyError), sources.beside_fingerprint(files):
-        raise KeyError
+    monkeypatch.setattr(load, "fingerprint", long)
+    monkeypatch.setattr(load, "_from_folder", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load_model(folder)
     assert ended == [True]
-    with pytest.raises(FileNotFoundError):
-        monkeypatch.undo()
-        with sources.beside_fingerprint([tmp_path / "gone"]) as found:
-            found()
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf", "llama2c"])
+def test_the_tokenizer_is_told_of_before_the_weights_are_read(folder, tmp_path, monkeypatch, kind):
+    seen = []
+
+    def seen_as_weights(read):
+        return lambda *arguments, **options: seen.append("weights") or read(*arguments, **options)
+
+    if kind == "folder":
+        assert load_model(folder, on_tokenizer=seen.append).tokenizer is None and not seen
+        train_bpe(["a few words, and a few more"], 260).backend.save(str(folder / "tokenizer.json"))
+    elif kind == "gguf":
+        pytest.importorskip("gguf")
+        pytest.importorskip("accelerate")
+        write_gguf(folder := tmp_path / "m.gguf", build("llama"))
+    else:
+        if not DATA.is_dir():
+            pytest.skip("no stories260k beside the checkout")
+        folder = DATA / "stories260k"
+    automatic = transformers.AutoModelForCausalLM
+    monkeypatch.setattr(automatic, "from_pretrained", seen_as_weights(automatic.from_pretrained))
+    monkeypatch.setattr(load, "load_llama2c", seen_as_weights(load.load_llama2c))
+    loaded = load_model(folder, on_tokenizer=seen.append)
+    assert seen == [loaded.tokenizer, "weights"] and loaded.tokenizer is not None
 
 
 def test_dtype_and_device_are_obeyed(folder):

@@ -6,6 +6,7 @@ import html
 import json
 import re
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,11 @@ import pytest
 import report_runs
 from report_runs import HOSTILE
 
-from anisoscope.errors import EmptyInputError, RunError
+from anisoscope.errors import EmptyInputError, OptionError, RunError
 from anisoscope.estimate import Estimate
 from anisoscope.runs.records import Record
 from anisoscope.runs.store import RunReader, RunWriter
-from anisoscope.views import report
+from anisoscope.views import interactive, report
 from anisoscope.views.figures import build_figures
 from anisoscope.views.report import render, write_report
 from anisoscope.views.series import Series, find_facts, glossary, read_series
@@ -203,6 +204,29 @@ def test_nothing_at_all_is_refused(tmp_path):
     with pytest.raises(EmptyInputError, match="at least one run"):
         write_report([], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_the_program_is_packed_once_and_begun_when_asked(monkeypatch):
+    interactive.begin_packing.cache_clear()
+    begun = interactive.begin_packing()
+    assert begun is interactive.begin_packing(), "packed twice"
+    found = interactive.packed_plotly()
+    assert begun.done() and found is begun.result()
+    program = gzip.decompress(base64.b64decode(found))
+    assert program == (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
+
+
+def test_a_missing_program_is_told_of_in_the_report_and_not_before(monkeypatch):
+    def gone(name):
+        raise ModuleNotFoundError(name)
+
+    interactive.begin_packing.cache_clear()
+    monkeypatch.setattr(interactive.resources, "files", gone)
+    interactive.begin_packing()
+    for _ in range(2):
+        with pytest.raises(OptionError, match="needs plotly, which is not installed: pip install"):
+            interactive.packed_plotly()
+    interactive.begin_packing.cache_clear()
 
 
 def test_one_step_has_no_sweep_and_many_have(tmp_path):

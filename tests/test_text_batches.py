@@ -1,12 +1,14 @@
 """Batches: every token where it should be, the same for the same seed, and nothing lost without a word."""
 
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
 import torch
 
 from anisoscope.errors import OptionError, TooFewTokensError
-from anisoscope.text.batches import token_batches
+from anisoscope.text import batches as cutting
+from anisoscope.text.batches import encode, token_batches
 from anisoscope.text.corpus import load_corpus
 from anisoscope.text.tokens import CharTokenizer, HFTokenizer, train_bpe
 
@@ -50,6 +52,23 @@ def test_packed_windows_are_disjoint_stretches_of_the_text():
         assert torch.equal(batch.positions, torch.arange(8).expand(3, 8))
     assert batches.counts.total == 213 and batches.tokens == 192
     assert WHOLE.index(texts[0]) != 0 or WHOLE.index(texts[1]) != 8, "not in the order of the text"
+
+
+def test_ids_that_are_known_are_not_asked_for_again(monkeypatch):
+    known, asked = encode(CORPUS, AROUND), make(AROUND)
+    monkeypatch.setattr(Around, "encode_many", lambda *_: pytest.fail("asked again"))
+    given = make(AROUND, ids=known)
+    assert given.fingerprint == asked.fingerprint and given.counts.total == asked.counts.total
+    with pytest.raises(TooFewTokensError, match="no token at all"):
+        make(AROUND, ids=[])
+
+
+def test_encoding_goes_group_by_group_until_nobody_wants_to_know(monkeypatch):
+    monkeypatch.setattr(cutting, "ENCODED_AT_ONCE", 60)
+    assert [ids.tolist() for ids in encode(CORPUS, CHARACTERS)] == [CHARACTERS.encode(text) for text in DOCUMENTS]
+    answers = iter([False, True])
+    with pytest.raises(CancelledError):
+        encode(CORPUS, CHARACTERS, lambda: next(answers))
 
 
 def test_same_seed_same_batches():

@@ -11,6 +11,7 @@ from typing import Any
 
 from anisoscope.engines import Engine, LocalEngine, Outcome, Progress
 from anisoscope.errors import AnisoscopeError, OptionError, RunError
+from anisoscope.meanwhile import Meanwhile
 from anisoscope.profiling import Findings, ProfileOptions, profile_model
 from anisoscope.runs.provenance import provenance, shorten
 from anisoscope.runs.store import RunReader, RunWriter
@@ -195,25 +196,37 @@ def _next_failure(writer: RunWriter, cell: Cell) -> int:
 def profile_cell(task: Task, progress: Progress) -> Findings:
     """Load the model of a cell, cut the text into its batches, and profile it."""
     from anisoscope.models.load import load_model
-    from anisoscope.text.batches import token_batches
+    from anisoscope.text.batches import encode, token_batches
     from anisoscope.text.tokens import HFTokenizer
 
     cell, options = task.cell, task.options
     progress(f"loading {cell.name}", 0, 1)
-    loaded = load_model(
-        cell.source, revision=cell.revision, trust_remote_code=cell.trust_remote_code, device=cell.device
-    )
-    if loaded.tokenizer is None:
-        raise OptionError(f"{cell.name} comes without a tokenizer; put its files beside the weights")
-    length = min(options.sequence_length, longest_sequence(loaded.model))
-    batches = token_batches(
-        task.corpus,
-        HFTokenizer(loaded.tokenizer),
-        sequence_length=length,
-        batch_size=options.sequences_per_pass,
-        tokens=int(options.tokens * SPARE_TOKENS),
-        seed=options.seed,
-    )
+    with Meanwhile("text") as encoding:
+        known: list[tuple[HFTokenizer, Callable[[], list[Any]]]] = []
+
+        def begin(tokenizer: Any) -> None:  # weights are read by one thread, text is cut into tokens by the others
+            ours = HFTokenizer(tokenizer)
+            known.append((ours, encoding.begin(encode, task.corpus, ours)))
+
+        loaded = load_model(
+            cell.source,
+            revision=cell.revision,
+            trust_remote_code=cell.trust_remote_code,
+            device=cell.device,
+            on_tokenizer=begin,
+        )
+        if not known:
+            raise OptionError(f"{cell.name} comes without a tokenizer; put its files beside the weights")
+        (tokenizer, ids), *_ = known
+        batches = token_batches(
+            task.corpus,
+            tokenizer,
+            sequence_length=min(options.sequence_length, longest_sequence(loaded.model)),
+            batch_size=options.sequences_per_pass,
+            tokens=int(options.tokens * SPARE_TOKENS),
+            seed=options.seed,
+            ids=ids(),
+        )
     return profile_model(loaded, batches, options, run=task.run, step=cell.step, cell=cell.name, progress=progress)
 
 

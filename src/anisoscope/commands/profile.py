@@ -185,7 +185,10 @@ def _go(
 ) -> None:
     from anisoscope.engines import engine_named
     from anisoscope.sweep import run_sweep
+    from anisoscope.views.interactive import begin_packing
 
+    if not no_report:  # now, since the libraries of models are imported next, which leaves the other cores idle
+        begin_packing()
     console = Console()
     failed: list[str] = []
     with ticking(console, len(cells)) as ticker:

@@ -12,7 +12,7 @@ import json
 import pickle
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ import torch
 from torch import nn
 
 from anisoscope.errors import ModelError, OptionError, unknown_name
+from anisoscope.meanwhile import Meanwhile
 from anisoscope.models.gguf_files import quick_gguf
 from anisoscope.models.library import quiet_transformers
 from anisoscope.models.llama2c import find_tokenizer, load_llama2c, load_tokenizer, read_header
-from anisoscope.models.sources import Source, beside_fingerprint, first_line, resolve
+from anisoscope.models.sources import Source, fingerprint, first_line, resolve
 
 HEADS = (
     ("ForCausalLM", "AutoModelForCausalLM"),
@@ -49,6 +50,9 @@ TOKENIZER_FILES = (
 )
 SPARE_PARTS = ("pooler.",)
 """Parts that sentence encoders drop when they are saved and that no site looks at."""
+
+OnTokenizer = Callable[[Any], None]
+"""What is called with a tokenizer as soon as it is there."""
 
 
 @dataclass(frozen=True)
@@ -77,22 +81,25 @@ def load_model(
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    on_tokenizer: OnTokenizer = lambda tokenizer: None,
 ) -> LoadedModel:
     """Load a model and its tokenizer. The state of every random generator is left as it was.
 
     ``source`` is a Hugging Face name, a folder with ``config.json``, a ``.gguf`` file, a llama2.c ``.bin`` file or the
     folder around one, or ``pip:package``. ``revision`` is a branch, tag or commit of a Hugging Face model.
+    ``on_tokenizer`` is given the tokenizer, where there is one, before the weights are read: it may begin something.
     """
     place = _device(device)
     found = resolve(source, revision=revision, trust_remote_code=trust_remote_code)
     unsaid = warnings.catch_warnings(action="ignore", category=DeprecationWarning)
-    with _untouched_generators(), beside_fingerprint(_files(found)) as source_hash, quiet_transformers(), unsaid:
+    with _untouched_generators(), Meanwhile("hash") as hashing, quiet_transformers(), unsaid:
+        source_hash = hashing.begin(fingerprint, _files(found))  # takes as long as to read them
         if found.kind == "gguf":
-            model, tokenizer, notes = _from_gguf(found, dtype)
+            model, tokenizer, notes = _from_gguf(found, dtype, on_tokenizer)
         elif found.kind == "llama2c":
-            model, tokenizer, notes = _from_llama2c(found, dtype)
+            model, tokenizer, notes = _from_llama2c(found, dtype, on_tokenizer)
         else:
-            model, tokenizer, notes = _from_folder(found, dtype, trust_remote_code)
+            model, tokenizer, notes = _from_folder(found, dtype, trust_remote_code, on_tokenizer)
         model = model.eval().to(place)
         return LoadedModel(
             model=model,
@@ -137,7 +144,9 @@ def _weights(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
-def _from_folder(source: Source, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any, list[str]]:
+def _from_folder(
+    source: Source, dtype: torch.dtype, trust_remote_code: bool, on_tokenizer: OnTokenizer
+) -> tuple[Any, Any, list[str]]:
     """A folder in the manner of transformers: config.json, weights, tokenizer."""
     import transformers
 
@@ -148,6 +157,11 @@ def _from_folder(source: Source, dtype: torch.dtype, trust_remote_code: bool) ->
         raise ModelError(f"{folder} has a config.json but no weights: no *.safetensors and no pytorch_model*.bin")
     loader = _loader(config)
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    tokenizer = None
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        with _named(f"the tokenizer in {folder}"):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        on_tokenizer(tokenizer)
     with _named(f"the weights in {folder}"):
         model, report = getattr(transformers, loader).from_pretrained(
             folder,
@@ -159,11 +173,7 @@ def _from_folder(source: Source, dtype: torch.dtype, trust_remote_code: bool) ->
             **options,
         )
     notes = _check_complete(folder, report)
-    tokenizer = None
-    if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        with _named(f"the tokenizer in {folder}"):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-    else:
+    if tokenizer is None:
         notes.append("no tokenizer lies beside the weights")
     return model, tokenizer, notes
 
@@ -218,7 +228,7 @@ def _check_complete(folder: Path, report: Any) -> list[str]:
     return [*notes, f"{len(unused)} weights have no place in the model: {unused[0]} ..."] if unused else notes
 
 
-def _from_gguf(source: Source, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:
+def _from_gguf(source: Source, dtype: torch.dtype, on_tokenizer: OnTokenizer) -> tuple[Any, Any, list[str]]:
     """A GGUF file: weights are dequantised, so what is measured is the model that the quantised one stands for."""
     from importlib.util import find_spec
 
@@ -228,11 +238,14 @@ def _from_gguf(source: Source, dtype: torch.dtype) -> tuple[Any, Any, list[str]]
         raise ModelError(f"{source.path} needs two more packages; pip install 'anisoscope[gguf]'")
     folder, file = source.path.parent, source.path.name
     # A progress bar that asks no one whether it is wanted is drawn there.
-    with quick_gguf(), _named(str(source.path)), contextlib.redirect_stderr(io.StringIO()):
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=file, dtype=dtype, local_files_only=True, **_dequantised()
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, local_files_only=True)
+    with quick_gguf(), contextlib.redirect_stderr(io.StringIO()):
+        with _named(str(source.path)):
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, local_files_only=True)
+        on_tokenizer(tokenizer)
+        with _named(str(source.path)):
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=file, dtype=dtype, local_files_only=True, **_dequantised()
+            )
     return model, tokenizer, ["weights were dequantised from GGUF"]
 
 
@@ -244,13 +257,15 @@ def _dequantised() -> dict[str, Any]:
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
-def _from_llama2c(source: Source, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:
+def _from_llama2c(source: Source, dtype: torch.dtype, on_tokenizer: OnTokenizer) -> tuple[Any, Any, list[str]]:
     """A llama2.c file, with the tokenizer that lies beside it."""
-    model: Any = load_llama2c(source.path).to(dtype)
     beside = find_tokenizer(source.path, read_header(source.path).vocabulary)
     if beside is None:
-        return model, None, ["no tokenizer of this many tokens (tok*.bin) lies beside the model"]
-    return model, load_tokenizer(beside), []
+        notes = ["no tokenizer of this many tokens (tok*.bin) lies beside the model"]
+        return load_llama2c(source.path).to(dtype), None, notes
+    tokenizer = load_tokenizer(beside)
+    on_tokenizer(tokenizer)
+    return load_llama2c(source.path).to(dtype), tokenizer, []
 
 
 def _device(device: torch.device | str) -> torch.device:

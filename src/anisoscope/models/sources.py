@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from anisoscope.errors import ModelError
+from anisoscope.meanwhile import GivenUp
 from anisoscope.models.llama2c import looks_like_llama2c
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -72,7 +71,7 @@ def local_source(path: Path, name: str | None = None, revision: str | None = Non
     raise ModelError(f"{path} is one file of a model; give its folder, a .gguf file or a llama2.c .bin file")
 
 
-def fingerprint(paths: Iterable[Path], given_up: Callable[[], bool] = lambda: False) -> str:
+def fingerprint(paths: Iterable[Path], given_up: GivenUp = lambda: False) -> str:
     """SHA-256 over the names and contents of files, in the order of their names: equal files give equal numbers.
 
     ``given_up`` is asked now and then whether anybody still wants to know.
@@ -87,19 +86,6 @@ def fingerprint(paths: Iterable[Path], given_up: Callable[[], bool] = lambda: Fa
                 digest.update(room[:size])
         total.update(f"{path.name}\0{digest.hexdigest()}\n".encode())
     return total.hexdigest()
-
-
-@contextlib.contextmanager
-def beside_fingerprint(paths: Iterable[Path]) -> Iterator[Callable[[], str]]:
-    """Inside, a thread hashes the files, which takes as long as to read them. The function given waits for it; an error
-    inside waits for the piece under way alone."""
-    over = threading.Event()
-    with ThreadPoolExecutor(1, thread_name_prefix="anisoscope-hash") as pool:
-        task = pool.submit(fingerprint, list(paths), over.is_set)
-        try:
-            yield task.result
-        finally:
-            over.set()
 
 
 def first_line(error: BaseException) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from anisoscope.errors import OptionError, TooFewTokensError
+from anisoscope.meanwhile import GivenUp
 from anisoscope.text.corpus import Corpus
 from anisoscope.text.frequency import TokenCounts
 from anisoscope.text.tokens import Tokenizer
@@ -128,6 +130,7 @@ def token_batches(
     seed: int = 0,
     pack: bool = True,
     add_special: bool | str = "auto",
+    ids: Sequence[Int[np.ndarray, "_"]] | None = None,
 ) -> TokenBatches:
     """Cut a corpus into windows and deal them into batches of ``batch_size`` sequences of ``sequence_length``.
 
@@ -137,7 +140,7 @@ def token_batches(
     ``add_special``: "auto" puts around each window what the tokenizer itself would (``[CLS]`` … ``[SEP]``, ``<s>``);
     True asks for it, and is an error where the tokenizer adds nothing; False leaves it out.
     ``tokens`` stops at the first whole batch that reaches so many real tokens. A last batch that would not be full is
-    left out.
+    left out. ``ids`` is what ``encode(corpus, tokenizer)`` gave, where it has been asked already.
     """
     _check(sequence_length, batch_size, tokens)
     prefix, suffix = _around(tokenizer, add_special)
@@ -146,7 +149,9 @@ def token_batches(
         raise OptionError(
             f"sequence_length={sequence_length} leaves no room beside {len(prefix) + len(suffix)} special tokens"
         )
-    parts = _encoded(corpus, tokenizer)
+    parts = [part for part in (encode(corpus, tokenizer) if ids is None else ids) if len(part)]
+    if not parts:
+        raise TooFewTokensError(f"{corpus.name} gives no token at all with this tokenizer")
     counts = TokenCounts.of(torch.from_numpy(np.concatenate(parts)), tokenizer.vocab_size)
     eos = tokenizer.special_ids.get("eos") if pack else None
     stream, parting, bounds = _join(parts, eos)
@@ -192,7 +197,8 @@ def _around(tokenizer: Tokenizer, add_special: bool | str) -> tuple[tuple[int, .
     return prefix, suffix
 
 
-def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> list[Int[np.ndarray, "_"]]:
+def encode(corpus: Corpus, tokenizer: Tokenizer, given_up: GivenUp = lambda: False) -> list[Int[np.ndarray, "_"]]:
+    """Ids of each document. ``given_up`` is asked now and then whether anybody still wants to know."""
     parts: list[Int[np.ndarray, "_"]] = []
     group: list[str] = []
     size = 0
@@ -200,12 +206,11 @@ def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> list[Int[np.ndarray, "_"]]
         group.append(document)
         size += len(document)
         if size >= ENCODED_AT_ONCE:
+            if given_up():
+                raise CancelledError
             parts += tokenizer.encode_many(group)
             group, size = [], 0
-    parts = [ids for ids in (*parts, *tokenizer.encode_many(group)) if len(ids)]
-    if not parts:
-        raise TooFewTokensError(f"{corpus.name} gives no token at all with this tokenizer")
-    return parts
+    return [*parts, *tokenizer.encode_many(group)]
 
 
 def _join(

@@ -9,6 +9,7 @@ import html
 import json
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib import resources
 from typing import Any
@@ -241,21 +242,34 @@ def _axis(axis: Axis) -> dict[str, Any]:
     return drawn
 
 
-def pack(text: str) -> str:
-    """Text as gzip in base64: a third of the size, and no character that HTML could misread."""
-    return base64.b64encode(gzip.compress(text.encode(), PACK_LEVEL, mtime=0)).decode()
+def pack(text: bytes) -> str:
+    """Text in UTF-8 as gzip in base64: a third of the size, and no character that HTML could misread."""
+    return base64.b64encode(gzip.compress(text, PACK_LEVEL, mtime=0)).decode()
 
 
 def pack_json(value: Any) -> str:
     """A value as packed JSON."""
-    return pack(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+    return pack(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode())
+
+
+def packed_plotly() -> str:
+    """The plotly program that comes with the installed package, packed."""
+    return begin_packing().result()
 
 
 @functools.cache
-def packed_plotly() -> str:
-    """The plotly program that comes with the installed package, packed."""
+def begin_packing() -> Future[str]:
+    """Let a thread pack the plotly program, once in a process. It needs no interpreter for that: whoever will write a
+    report may begin while one core is busy with something else."""
+    with_it = ThreadPoolExecutor(1, thread_name_prefix="anisoscope-pack")
+    task = with_it.submit(_pack_plotly)
+    with_it.shutdown(wait=False)
+    return task
+
+
+def _pack_plotly() -> str:
     try:
-        return pack((resources.files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8"))
+        return pack((resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes())
     except (ModuleNotFoundError, FileNotFoundError):
         raise OptionError('a report needs plotly, which is not installed: pip install "anisoscope[report]"') from None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,18 +122,18 @@ def render(
     """The page as text."""
     template = _template()
     panels = [panel for figure in figures for panel in interactive.figure_json(figure)]
-    with ThreadPoolExecutor(1) as beside:  # the largest part of the page is packed while the words are found
-        plotly = beside.submit(interactive.packed_plotly) if panels else None
-        rows, left_out = table_rows(series)
-        values = sum(len(one.records) for one in series)
-        failures = [(one.label, failure) for one in series for failure in one.failures]
-        program = {
-            "palettes": interactive.PALETTES,
-            "viridis": [interactive.viridis(i / 8) for i in range(9)],
-            "panels": panels,
-            "table": interactive.columns(rows, WORDS, NUMBERS),
-        }
-        said = _said(series, figures, compared)
+    if panels:  # the largest part of the page is packed while the words are found
+        interactive.begin_packing()
+    rows, left_out = table_rows(series)
+    values = sum(len(one.records) for one in series)
+    failures = [(one.label, failure) for one in series for failure in one.failures]
+    program = {
+        "palettes": interactive.PALETTES,
+        "viridis": [interactive.viridis(i / 8) for i in range(9)],
+        "panels": panels,
+        "table": interactive.columns(rows, WORDS, NUMBERS),
+    }
+    said = _said(series, figures, compared)
     return template.render(
         said | {"title": title or said["title"]},
         several=len(series) > 1,
@@ -149,7 +148,7 @@ def render(
         made=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         css=_static("report.css"),
         js=_static("report.js"),
-        plotly=plotly.result() if plotly is not None else "",
+        plotly=interactive.packed_plotly() if panels else "",
         program=interactive.pack_json(program),
     )
 

@@ -245,16 +245,16 @@ def _rising_prefixes(y: Float[np.ndarray, "b n"], w: Float[np.ndarray, "b n"]) -
         mean[top], weight[top] = y[:, k], w[:, k]
         live, at = rows, top
         while len(live):
-            upper, lower = mean[at], mean[at - b]
-            pool = upper < lower
-            live, at, upper, lower = live[pool], at[pool], upper[pool], lower[pool]
+            upper, lower = mean.take(at), mean.take(at - b)
+            pool = np.flatnonzero(upper < lower)  # rows by number: several times as fast as by a mask
+            live, at, upper, lower = live.take(pool), at.take(pool), upper.take(pool), lower.take(pool)
             below = at - b
-            wu, wl = weight[at], weight[below]
+            wu, wl = weight.take(at), weight.take(below)
             joint = wu + wl
             total[live] += wu * wl / joint * (upper - lower) ** 2
             mean[below], weight[below] = (wu * upper + wl * lower) / joint, joint
             top[live] = at = below
-        out.misfit[k + 1], out.first[k + 1], out.last[k + 1] = total, means[1], mean[top]
+        out.misfit[k + 1], out.first[k + 1], out.last[k + 1] = total, means[1], mean.take(top)
     return _Prefixes(*(part.T for part in out))
 
 
