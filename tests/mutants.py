@@ -680,7 +680,7 @@ MUTANTS = [
     Mutant("measures/bars.py", "(1 - total / size * values)", "(2 - total / size * values)", (PROFILE,)),
     Mutant("measures/bars.py", "torch.sub(part.to(dtype), high, out=here)", "here.copy_(part)", (INVARIANCES,), "bars"),
     Mutant(A, "unit = trace / (n - 1)", "unit = trace / n", (ORACLES,)),
-    Mutant(D, "rising = tied / d - ", "rising = -", (ORACLES,), "gride"),
+    Mutant(D, "(tied + float(rising.sum()))", "float(rising.sum())", (ORACLES,), "gride"),
     Mutant("views/shape.py", "means[0] = -np.inf", "means[0] = 0.0", (SHAPES,)),
     Mutant("views/shape.py", "total[live] += wu * wl / joint", "total[live] += wu", (SHAPES,)),
     Mutant("views/shape.py", "top[live] = at = below", "at = below", (SHAPES,)),

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import from its own layer and from layers to its left.
 LAYERS = [
-    ("errors", "estimate"),
+    ("errors", "estimate", "meanwhile"),
     ("axes", "rows", "runs"),
     ("kernels", "stats", "text", "views"),
     ("distributed", "measures", "models"),

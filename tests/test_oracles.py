@@ -894,3 +894,26 @@ def test_gride_of_tied_distances_is_the_root_of_its_score(seed, scale):
     near = [1 / d if x == 0 else x / (1 - math.exp(-d * x)) for x in logs]
     terms = [39 / d, (scale - 1) * sum(near), -(2 * scale - 1) * logs.sum()]
     agree(sum(terms), 0, 0, 1e-9 * max(map(abs, terms)))
+
+
+@pytest.mark.parametrize(
+    "logs",
+    [
+        [0.0] * 3000 + [1e-300] * 5,
+        [1e-9] + [700.0] * 10,
+        [0.0] * 38 + [1e-12, 30.0],
+        [1e-4] * 4000,
+        [1e-14, 1e-7, 1.0, 1e7, 1e14],
+    ],
+    ids=["hardly any", "far", "one far", "all alike", "all sizes"],
+)
+@pytest.mark.parametrize("scale", [1, 2, 32])
+def test_the_root_of_gride_is_found_wherever_it_lies(logs, scale):
+    """The score changes its sign there."""
+
+    def score(d):  # times d: of the size of the number of rows
+        near = math.fsum(1 if x == 0 else d * x / -math.expm1(-d * x) for x in logs)
+        return len(logs) - 1 + (scale - 1) * near - (2 * scale - 1) * d * math.fsum(logs)
+
+    d = dimension._gride_root(torch.tensor(logs, dtype=torch.float64), scale)
+    assert score(d * (1 - 1e-12)) > 0 > score(d * (1 + 1e-12))

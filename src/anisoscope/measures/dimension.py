@@ -31,6 +31,7 @@ FACCO_KEPT = 0.9  # share of ratios kept, smallest first
 SHAPE_KEPT = 5  # "The Shape of Learning" keeps one ratio in five, smallest first
 SHAPE_ZERO = 1e-8  # and takes distances below this share of the mean row length, and ratios this close to 1, as copies
 DEFAULT_SCALES = (1, 2, 4, 8, 16, 32)
+ROOT_TOLERANCE, MOST_STEPS = 1e-14, 200
 
 
 def two_nn(
@@ -334,28 +335,38 @@ def _gride_values(distances: Float[Tensor, "n k"], scales: Sequence[int]) -> lis
 
 
 def _gride_root(x: Float[Tensor, "m"], n: int) -> float:
-    """Root of the score in d; it falls from +infinity to ``-n sum log mu``, so there is exactly one."""
-    from scipy.optimize import brentq
+    """Root of the score in d; it falls from +infinity to ``-n sum log mu``, so there is exactly one.
+
+    Newton's steps, which meet it from the mean of log mu on in three or four; where one would leave the interval that
+    is known to hold the root, that is halved instead.
+    """
     from scipy.special import digamma
 
     total = float(x.sum())
     if len(x) < 2 or total <= 0:
         raise _no_ratios()
-
     apart = x[x > 0]
     tied = len(x) - len(apart)
 
-    def score(d: float) -> float:
-        # log mu / (1 - exp(-d log mu)), whose limit for tied distances (log mu = 0) is 1/d
-        rising = tied / d - float((apart / (apart * -d).expm1_()).sum())
-        return (len(x) - 1) / d + (n - 1) * rising - (2 * n - 1) * total
+    def score(d: float) -> tuple[float, float]:
+        """The score times d, and its slope times d^2: both of the size of the number of rows, whatever d is."""
+        # d log mu / (1 - exp(-d log mu)), whose limit for tied distances (log mu = 0) is 1
+        steps = apart * -d
+        falling = steps.expm1()
+        rising = steps.div_(falling)
+        value = len(x) - 1 + (n - 1) * (tied + float(rising.sum())) - (2 * n - 1) * total * d
+        bend = float(rising.square_() @ falling.add_(1))
+        return value, -(len(x) - 1) - (n - 1) * (tied + bend)
 
-    low = high = (digamma(2 * n) - digamma(n)) * len(x) / total  # matches the mean of log mu: already close
-    while score(high) > 0:
-        high *= 1.2
-    while score(low) < 0:
-        low /= 1.2
-    return low if low == high else float(brentq(score, low, high, xtol=1e-12, rtol=1e-14))
+    d, low, high = float((digamma(2 * n) - digamma(n)) * len(x) / total), 0.0, math.inf
+    for _ in range(MOST_STEPS):
+        value, slope = score(d)
+        low, high = (d, high) if value > 0 else (low, d)
+        after = d * (1 - value / slope)
+        if abs(after - d) <= ROOT_TOLERANCE * d:
+            break
+        d = after if low < after < high else (low + high) / 2 if high < math.inf else 2 * d
+    return d
 
 
 def _left_out_note(left_out: int) -> tuple[str, ...]:
