@@ -83,6 +83,9 @@ MUTANTS = [
     Mutant("stats/moments.py", "+ 4 * (self.third @ d)", "- 4 * (self.third @ d)", (STATES,)),
     Mutant("stats/moments.py", ".sub_(rough.double())", ".sub_(0 * rough.double())", (STATES, HOSTILE)),
     Mutant("stats/moments.py", "alpha=-n)", "alpha=0)", (STATES, HOSTILE)),
+    Mutant("stats/moments.py", "whole = count - count % BLOCK_ROWS if", "whole = count // 2 if", (STATES,), "one_step"),
+    Mutant("stats/moments.py", "act(*(one[whole:] for one in tensors)).double()", "0.0", (STATES,), "one_step"),
+    Mutant("stats/moments.py", "BLOCK_ROWS * (1 if device", "BLOCK_ROWS * (2 if device", (STATES,), "a_step"),
     Mutant("stats/turns.py", "return not bool(short.any()) or not bool(steps[short].any())", "return True", (HOSTILE,)),
     Mutant(
         "stats/reservoir.py", "capacity - 1)[capacity - 1]", "capacity - 2)[capacity - 2]", ("tests/test_reservoir.py",)

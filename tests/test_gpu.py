@@ -62,6 +62,13 @@ def test_linearity_and_states_agree():
     assert torch.allclose(here.scatter, there.scatter.cpu(), rtol=1e-9, atol=1e-6)
     merged = there.merge(there)
     assert merged.count == 2 * len(x)
+    many = cloud(90_000)
+    for precision, within in (("float64", 1e-12), ("mixed", 1e-6)):
+        here, there = an.Moments.of(many.double()), an.Moments.of(many.cuda(), precision)
+        for name in ("mean", "scatter", "third", "fourth"):
+            one, other = getattr(here, name), getattr(there, name).cpu()
+            assert float((one - other).abs().max()) <= 10 * within * float(one.abs().max()), (precision, name)
+    assert abs(an.mean_cosine(many).value - an.mean_cosine(many.cuda()).value) < 1e-7
 
 
 def test_tensor_cores_find_the_same_neighbours():

@@ -20,6 +20,7 @@ from test_reservoir import ReservoirCase, merged
 from torch.utils._pytree import tree_leaves
 
 from anisoscope.errors import DegenerateError, EmptyInputError, OptionError, ShapeError
+from anisoscope.stats import moments
 from anisoscope.stats.counts import BinMoments
 from anisoscope.stats.moments import Moments
 from anisoscope.stats.sketch import Sketch
@@ -198,6 +199,28 @@ def test_moments_with_a_mean_of_1e4_spreads(seed, precision, dtype):
     wrong = np.abs(scatter.numpy() - want["scatter"]).max(), np.abs(third.numpy() - want["third"]).max()
     assert min(wrong) > 10 * atol, "the data do not tell the naive formula apart"
     assert precision == "float64" or wrong[0] > np.trace(want["scatter"])  # in float32 it is worthless
+
+
+@pytest.mark.parametrize(("precision", "within"), [("float64", 1e-13), ("mixed", 1e-6)])
+def test_moments_of_many_blocks_in_one_step(seed, precision, within, monkeypatch):
+    """As a GPU takes them: blocks that are whole together, the rows left over by themselves, no row twice."""
+    monkeypatch.setattr(moments, "BLOCK_ROWS", 100)
+    monkeypatch.setattr(moments, "_rows_in_hand", lambda width, device: 300)
+    shapes, plain = [], moments._gram
+    monkeypatch.setattr(moments, "_gram", lambda y: shapes.append(tuple(y.shape)) or plain(y))
+    rows, _ = draw(seed, 1037, 1.0)
+    found, right = Moments.of(rows.float(), precision), oracles.moments(rows.float().double().numpy())
+    steps = [[(0, 3), (3, 100, 3)]] * 3 + [[(37, 3), (1, 100, 3)]]
+    assert shapes == [shape for step in steps for shape in step]
+    for name in ("mean", "scatter", "third", "fourth"):
+        gap = np.abs(getattr(found, name).numpy() - right[name]).max()
+        assert gap <= within * np.abs(right[name]).max() * (10 if name == "third" else 1), name
+
+
+def test_a_step_of_moments_is_a_block_on_a_cpu_and_many_on_a_gpu():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert moments._rows_in_hand(768, cpu) == moments._rows_in_hand(1 << 20, gpu) == moments.BLOCK_ROWS
+    assert moments._rows_in_hand(1024, gpu) == 8 * moments.BLOCK_ROWS
 
 
 @few

@@ -1,7 +1,8 @@
-"""Work in a thread of its own while something else is done: for work that hardly needs Python."""
+"""Work in a thread of its own while something else is done, for work that hardly needs Python; and how many cores."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,11 @@ GivenUp = Callable[[], bool]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Meanwhile:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from anisoscope.measures.base import Needs, Workspace
 from anisoscope.stats.directions import Directions
-from anisoscope.stats.moments import Moments, scratch
+from anisoscope.stats.memory import scratch
+from anisoscope.stats.moments import Moments
 
 ALL = "all"
 NO_POSITION_0 = "no position 0"

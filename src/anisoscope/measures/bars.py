@@ -13,7 +13,7 @@ from anisoscope.estimate import Estimate
 from anisoscope.measures.base import Workspace
 from anisoscope.measures.spectrum import Spectrum
 from anisoscope.measures.uncertainty import Bar, fields
-from anisoscope.stats.moments import scratch
+from anisoscope.stats.memory import scratch
 
 FLOAT32_SPREAD = 1e-11  # variances down to this share of the total are seen well enough in float32 for an error bar
 FLOAT32_SIZE = 1e8  # total variances between this and its inverse: their squares stay well inside float32

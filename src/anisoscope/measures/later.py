@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,12 +15,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from anisoscope.meanwhile import cores
 from anisoscope.measures.leading import Leading, begin_leading, can_lead
 from anisoscope.stats.precision import threads
 
 T = TypeVar("T")
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CORES = cores()
 ENOUGH_CORES = 8  # from here on the host decomposes many matrices sooner than a GPU, which takes one after another
 HOST_WIDTH = 512  # up to here: a core falls behind as the cube of the width
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from anisoscope.errors import TooFewRowsError
 from anisoscope.measures.plan import scale_of
 from anisoscope.rows import mean_row
-from anisoscope.stats.moments import scratch
+from anisoscope.stats.memory import scratch
 from anisoscope.stats.products import served, times_transposed
 
 TILE_ROWS, TILE_COLUMNS = 2048, 1024  # a float32 tile of 8 MB: large enough for BLAS, small enough for cache

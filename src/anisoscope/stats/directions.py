@@ -64,8 +64,9 @@ def _unit_sum(rows: Float[Tensor, "n d"], start: int) -> Float[Tensor, "d"]:
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     length = torch.empty(n, dtype=dtype, device=rows.device)
     parts = torch.empty((whole // PART_ROWS, 1, width), dtype=dtype, device=rows.device)
-    for at in range(0, whole, BLOCK_ROWS):
-        end = min(at + BLOCK_ROWS, whole)
+    step = BLOCK_ROWS if rows.device.type == "cpu" else SWEEP_ROWS  # a GPU would idle between blocks
+    for at in range(0, whole, step):
+        end = min(at + step, whole)
         wide, here = rows[at:end].to(dtype), length[at:end]
         torch.linalg.vector_norm(wide, dim=1, out=here)
         # A batch of short products reads the rows at twice the speed of one long one, and rounds less.

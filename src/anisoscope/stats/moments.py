@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,6 +16,7 @@ from anisoscope.errors import ShapeError
 from anisoscope.kernels import kernels_of, kernels_run, on_its_device, sent
 from anisoscope.rows import largest_size, power_of_two_scale
 from anisoscope.stats import residues
+from anisoscope.stats.memory import scratch
 from anisoscope.stats.precision import full_precision, has_tensor_cores, on_tensor_cores, two_parts
 from anisoscope.stats.products import served, times_transposed
 
@@ -28,6 +28,7 @@ multiplied on tensor cores, in parts: six digits."""
 
 
 BLOCK_ROWS = 4096  # rows multiplied at a time: full speed, and still in cache
+SPREAD_CELLS = 1 << 25  # of rows in hand at a time on a GPU, which a step for each block would leave idle
 NARROWED_ROWS = 256  # rows looked at together where nothing is multiplied: they stay in cache
 PARTED_WIDTH = 2048  # from here on tensor cores win
 PARTED_ROWS = 1024  # multiplied at a time there
@@ -86,7 +87,7 @@ class Moments:
         """The state in units of ``2**exponent``, and the largest squared distance from a rough centre that was met."""
         count, width = rows.shape
         parted = precision == "mixed" and in_parts(width, rows.device)
-        blocks = rows.split(_rows_in_parts(width, rows.device) if parted else BLOCK_ROWS)
+        blocks = rows.split(_rows_in_parts(width, rows.device) if parted else _rows_in_hand(width, rows.device))
         # One rough centre for all blocks: what it misses of the mean is summed up and taken off at the end.
         if exponent:
             scale = math.ldexp(1.0, -exponent)
@@ -105,9 +106,9 @@ class Moments:
             radius2 = torch.linalg.vector_norm(y_ND, dim=1).double().square_()
             unit = radius2.max().clamp_min(torch.finfo(torch.float64).tiny)  # float32 overflows at the third power
             units.append(unit)
-            missed += y_ND.sum(dim=0).double()
-            scatter += cell_grams(y_ND[None], (len(y_ND),))[0, 0] if parted else gram(y_ND)
-            third += ((radius2 / unit).to(y_ND.dtype) @ y_ND).double() * unit
+            scatter += cell_grams(y_ND[None], (len(y_ND),))[0, 0] if parted else _over_blocks(_gram, y_ND)
+            missed += _over_blocks(_sum, y_ND)
+            third += _over_blocks(_weighted_sum, (radius2 / unit).to(y_ND.dtype), y_ND) * unit
             fourth += radius2 @ radius2
         about_rough = cls(count, rough.double(), scatter, third, fourth, exponent)
         return about_rough._shifted(missed / count), float(torch.stack(units).max())  # a device is asked once
@@ -196,17 +197,31 @@ class Moments:
         return self.scatter / max(self.count - 1, 1)
 
 
-def scratch(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for something large that is filled at once and dropped soon, on the device of ``like``.
+def _rows_in_hand(width: int, device: torch.device) -> int:
+    """Rows that a step is taken for: a block, which stays in a processor's cache, or as many as keep a GPU busy."""
+    return BLOCK_ROWS * (1 if device.type == "cpu" else max(1, SPREAD_CELLS // (BLOCK_ROWS * width)))
 
-    From numpy where that is the CPU: it asks the system for large pages, and touching fresh small ones costs more time
-    than much of what is done to them.
-    """
-    wanted = dtype or like.dtype
-    kinds = {torch.float32: np.float32, torch.float64: np.float64}
-    if like.device.type != "cpu" or wanted not in kinds:
-        return torch.empty(shape, dtype=wanted, device=like.device)
-    return torch.from_numpy(np.empty(shape, dtype=kinds[wanted]))
+
+def _over_blocks(act: Callable[..., Tensor], *tensors: Float[Tensor, "n ..."]) -> Float[Tensor, "..."]:
+    """A sum over rows in float64: within each block in their own precision, as ``act`` forms it of one or of many."""
+    count = len(tensors[0])
+    whole = count - count % BLOCK_ROWS if count > BLOCK_ROWS else 0
+    total = act(*(one[whole:] for one in tensors)).double()
+    if whole == 0:
+        return total
+    return total + act(*(one[:whole].unflatten(0, (-1, BLOCK_ROWS)) for one in tensors)).sum(dim=0, dtype=torch.float64)
+
+
+def _gram(y: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b d d"]:
+    return gram(y, least=PARTED_WIDTH) if y.is_cuda else gram(y)  # strips are more launches, and pay for large products
+
+
+def _sum(y: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b d"]:
+    return y.sum(dim=-2)
+
+
+def _weighted_sum(weights: Float[Tensor, "*b n"], y: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b d"]:
+    return weights @ y if y.ndim == 2 else torch.bmm(weights[:, None], y)[:, 0]
 
 
 def gram(y_ND: Float[Tensor, "*s n d"], *, least: int = 4 * STRIP_COLUMNS) -> Float[Tensor, "*s d d"]:

@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from anisoscope.errors import SourceError
+from anisoscope.meanwhile import cores
 
 # Tests, programs with a window and tables of characters hold little prose; the manual is read on its own.
 LEFT_OUT = frozenset({"test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "encodings", "this.py"})
@@ -71,7 +72,7 @@ def begin_reading() -> None:
 
     It is a wish: where that process cannot be had or fails, ``embedded_documents`` reads them as ever.
     """
-    if _READERS or embedded_documents.cache_info().currsize or not sys.executable or _cores() < 2:
+    if _READERS or embedded_documents.cache_info().currsize or not sys.executable or cores() < 2:
         return
     code = f"import json, sys; from {__name__} import _documents; json.dump(list(_documents()), sys.stdout)"
     paths = {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}  # the same package, however it was found
@@ -85,11 +86,6 @@ def begin_reading() -> None:
                 env=os.environ | paths,
             )
         )
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @atexit.register
