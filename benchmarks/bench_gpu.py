@@ -24,7 +24,7 @@ import anisoscope as an
 from anisoscope.measures import tridiagonal
 from anisoscope.measures.banded import banded
 from anisoscope.measures.chased import chased
-from anisoscope.stats.moments import cell_grams
+from anisoscope.stats.gram_matrices import cell_grams
 
 DEVICE = "cuda"
 WIDTH = 768

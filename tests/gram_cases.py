@@ -10,10 +10,10 @@ import torch
 import triton.language as tl
 
 from anisoscope.kernels import kernels_of
-from anisoscope.stats import moments
+from anisoscope.stats import gram_matrices
 
-moments.PARTED_WIDTH = 1
-moments.kernels_run = moments.has_tensor_cores = lambda device: True
+gram_matrices.PARTED_WIDTH = 1
+gram_matrices.kernels_run = gram_matrices.has_tensor_cores = lambda device: True
 kernels = kernels_of("grams")
 kernels.PART = tl.float32  # which holds them too: the interpreter would multiply the bits of bfloat16 as integers
 
@@ -27,7 +27,7 @@ KINDS = ("bfloat16", "float16")
 
 def by_kernel(rows, ends, out=None, *, kind="bfloat16", columns=32, step=16, window=48):
     kernels.tiling = lambda device: kernels.Tiling(columns=columns, warps=4, rows=step, window=window, kind=kind)
-    return moments.cell_grams(rows, ends, out)
+    return gram_matrices.cell_grams(rows, ends, out)
 
 
 def truth(rows, ends):
@@ -121,11 +121,11 @@ def same(kind):
     """The same bits twice, those of ``grams`` of each cell alone, and of one site at a time."""
     rows = draw(2, 70, 45) * torch.logspace(-3, 3, 70)[:, None]
     found = by_kernel(rows, [30, 70], kind=kind)
-    alone = torch.stack([moments.grams(part) for part in rows.split([30, 40], dim=1)], dim=1)
+    alone = torch.stack([gram_matrices.grams(part) for part in rows.split([30, 40], dim=1)], dim=1)
     again = by_kernel(rows, [30, 70], kind=kind)
-    whole, moments.HALF_CELLS = moments.HALF_CELLS, 1
+    whole, gram_matrices.HALF_CELLS = gram_matrices.HALF_CELLS, 1
     few = by_kernel(rows, [30, 70], kind=kind)
-    moments.HALF_CELLS = whole
+    gram_matrices.HALF_CELLS = whole
     return {"twice": torch.equal(found, again), "alone": torch.equal(found, alone), "few": torch.equal(found, few)}
 
 

@@ -86,6 +86,8 @@ MUTANTS = [
     Mutant("stats/moments.py", "whole = count - count % BLOCK_ROWS if", "whole = count // 2 if", (STATES,), "one_step"),
     Mutant("stats/moments.py", "act(*(one[whole:] for one in tensors)).double()", "0.0", (STATES,), "one_step"),
     Mutant("stats/moments.py", "BLOCK_ROWS * (1 if device", "BLOCK_ROWS * (2 if device", (STATES,), "a_step"),
+    Mutant("stats/moments.py", "if not parted and multiplies", "if multiplies", (STATES,), "as_fast"),
+    Mutant("stats/precision.py", "in ((8, 0), (9, 0))", ">= (8, 0)", (STATES,), "as_fast"),
     Mutant("stats/turns.py", "return not bool(short.any()) or not bool(steps[short].any())", "return True", (HOSTILE,)),
     Mutant(
         "stats/reservoir.py", "capacity - 1)[capacity - 1]", "capacity - 2)[capacity - 2]", ("tests/test_reservoir.py",)
@@ -401,7 +403,7 @@ MUTANTS = [
     Mutant("tangent/stacked_fits.py", "rows[:, half, len(at) :] = 0", "pass", (STACKED,)),
     Mutant("measures/leading.py", "self.earlier[:, :rank].sum(dim=1) <=", "captured <=", (LEADING,)),
     Mutant("measures/banded.py", "vectors, alpha=-0.5", "vectors, alpha=-0.4", (BANDED,)),
-    Mutant("stats/moments.py", "exponent.clamp_min(15) - 14", "exponent.clamp_min(15) - 10", (GRAMS,)),
+    Mutant("stats/gram_matrices.py", "exponent.clamp_min(15) - 14", "exponent.clamp_min(15) - 10", (GRAMS,)),
     Mutant("kernels/types.py", "tl.sqrt(size / (size - 1))", "1.0", (TYPES,)),
     Mutant("tangent/stacked.py", "bases.flip(2).unbind(dim=2)", "bases.unbind(dim=2)", (STACKED,)),
     Mutant("tangent/stacked.py", "vars(both[sites:])", "vars(both[:sites])", (STACKED,)),
@@ -412,9 +414,9 @@ MUTANTS = [
     Mutant(
         "monitoring/looks.py", "held.loss is loss and _same(held.batches, batches)", "True", ("tests/test_monitor.py",)
     ),
-    Mutant("stats/moments.py", ".add_(across).add_(across.T)", ".add_(across)", (STACKED,), "tensor_cores"),
+    Mutant("stats/gram_matrices.py", ".add_(across).add_(across.T)", ".add_(across)", (STACKED,), "tensor_cores"),
     Mutant(
-        "stats/moments.py",
+        "stats/gram_matrices.py",
         "            out[at:, at : at + strip] = part.T\n    return out.add_",
         "    return out.add_",
         (STACKED,),
@@ -514,7 +516,9 @@ MUTANTS = [
     Mutant("kernels/residues.py", "tl.where(x < 0, x + modulus, x)", "x", (RESIDUES,), "integers"),
     Mutant("stats/residues.py", "(1023 - 31)", "(1023 - 32)", (RESIDUES,), "integers"),
     Mutant("stats/residues.py", "torch.where(exponent < 2047, units, torch.nan)", "units", (RESIDUES,), "no_number"),
-    Mutant("stats/moments.py", "rows.dtype == torch.float32 and residues", "residues", (RESIDUES,), "must_be_exact"),
+    Mutant(
+        "stats/gram_matrices.py", "rows.dtype == torch.float32 and residues", "residues", (RESIDUES,), "must_be_exact"
+    ),
     Mutant("kernels/controls.py", "inverses + (p * draws + b) * K * K", "inverses + b * K * K", (KERNEL_CONTROLS,)),
     Mutant("kernels/controls.py", "n = tl.load(numbers + s)", "n = tl.load(numbers)", (KERNEL_CONTROLS,)),
     Mutant("kernels/early.py", "if _begun or not torch", "if not torch", ("tests/test_early.py",)),
@@ -583,7 +587,7 @@ MUTANTS = [
     ),
     Mutant("tangent/descending.py", "(second @ fresh - 2 * pull)", "(second @ fresh - pull)", (KERNELS,)),
     Mutant("tangent/stacked.py", "b @ right - a @ along", "b @ right - a @ right", (STACKED,)),
-    Mutant("stats/moments.py", "        out[..., at:, at : at + strip] = part.mT", "        pass", (GRAMS,)),
+    Mutant("stats/gram_matrices.py", "        out[..., at:, at : at + strip] = part.mT", "        pass", (GRAMS,)),
     Mutant("measures/leading.py", "for degree in degrees[:least]", "for degree in degrees[1:least]", (LEADING,)),
     Mutant("tangent/stacked_fits.py", "wait = iteration % CHECK_EVERY == 0", "wait = False", (WAITS,)),
     Mutant("tangent/stacked_fits.py", "(wait or self.asked.there()) and not", "not", (WAITS,)),
@@ -728,8 +732,8 @@ MUTANTS = [
     Mutant(
         "measures/bars.py", "scores2 @ one.to(scores2.dtype)", "scores2.bfloat16() @ one.bfloat16()", (HOSTILE,), "bars"
     ),
-    Mutant("stats/moments.py", "part += times_transposed", "part = times_transposed", (GRAMS,), "onednn"),
-    Mutant("stats/moments.py", "out[at:, at : at + strip] = part.T", "pass", (GRAMS,), "onednn"),
+    Mutant("stats/gram_matrices.py", "part += times_transposed", "part = times_transposed", (GRAMS,), "onednn"),
+    Mutant("stats/gram_matrices.py", "out[at:, at : at + strip] = part.T", "pass", (GRAMS,), "onednn"),
     Mutant(
         "stats/products.py", "return torch.equal(times_transposed(a, b), a @ b.T)", "return True", (GRAMS,), "onednn"
     ),

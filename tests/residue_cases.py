@@ -8,7 +8,7 @@ import torch
 from gram_cases import draw, error, truth
 
 from anisoscope.kernels import residues as kernels
-from anisoscope.stats import moments, residues
+from anisoscope.stats import gram_matrices, residues
 
 residues.fits = lambda n, width, device: True
 SMALL = kernels.Tiling(columns=32, rows=16, window=48, block=16, joined=16)
@@ -18,7 +18,7 @@ LONG = kernels.Tiling(columns=32, rows=128, window=1024, joined=32)
 
 def found_of(rows, ends, out=None, cut=SMALL):
     kernels.CUT = cut
-    return moments.cell_grams(rows, ends, out, exact=True)
+    return gram_matrices.cell_grams(rows, ends, out, exact=True)
 
 
 def whole(rows, ends):
@@ -138,7 +138,7 @@ def same():
     """The same bits twice, those of ``grams`` of each cell alone, and of one site at a time."""
     rows = draw(2, 70, 45) * torch.logspace(-3, 3, 70)[:, None]
     found, again = (found_of(rows, [30, 70], cut=ONE) for _ in range(2))
-    alone = torch.stack([moments.grams(part, exact=True) for part in rows.split([30, 40], dim=1)], dim=1)
+    alone = torch.stack([gram_matrices.grams(part, exact=True) for part in rows.split([30, 40], dim=1)], dim=1)
     most, residues.MOST_ENTRIES = residues.MOST_ENTRIES, 1
     few = found_of(rows, [30, 70], cut=ONE)
     residues.MOST_ENTRIES = most

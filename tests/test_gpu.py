@@ -306,7 +306,7 @@ def test_band_matrices_are_chased_to_tridiagonal_form():
 
 
 def test_products_of_wide_rows_by_cell():
-    from anisoscope.stats.moments import cell_grams, grams, in_parts
+    from anisoscope.stats.gram_matrices import cell_grams, grams, in_parts
 
     draw = torch.Generator("cuda").manual_seed(0)
     for width in (2048, 2100):
@@ -331,7 +331,7 @@ def test_exact_products_of_wide_rows_are_those_of_integers(monkeypatch):
     """Against float64: products, eigenvalues over eight decades, and effective ranks, with what a look asks for."""
     from anisoscope.measures import stacked
     from anisoscope.stats import residues
-    from anisoscope.stats.moments import cell_grams, grams
+    from anisoscope.stats.gram_matrices import cell_grams, grams
 
     if not residues.fits(5000, 1024, torch.device("cuda", 0)):
         pytest.skip("products of integers are for compute capability 9.0")
@@ -373,7 +373,7 @@ def test_exact_products_of_wide_rows_are_those_of_integers(monkeypatch):
 def test_controls_and_forms_of_wide_rows_in_half_precision():
     """Against float64. In the second site nearly all lies inside a basis, and normal controls hold little of it."""
     from anisoscope.measures.row_kernels import forms_in_half, taken_and_measured
-    from anisoscope.stats.moments import cell_grams
+    from anisoscope.stats.gram_matrices import cell_grams
     from anisoscope.tangent.drawn import held_gaussians
     from anisoscope.tangent.stacked_controls import Moments, of_controls
 

@@ -10,8 +10,8 @@ import anisoscope as an
 from anisoscope.errors import ShapeError
 from anisoscope.measures import search
 from anisoscope.measures.neighbors import nearest_neighbors
-from anisoscope.stats import moments, products
-from anisoscope.stats.moments import cell_grams, grams, in_parts
+from anisoscope.stats import gram_matrices, moments, products
+from anisoscope.stats.gram_matrices import cell_grams, grams, in_parts
 
 
 def draw(*shape, seed=0):
@@ -80,8 +80,8 @@ def test_plain_products_by_cell(dtype):
 
 
 def test_wide_rows_in_parts_where_there_are_tensor_cores_and_no_kernels(monkeypatch):
-    monkeypatch.setattr(moments, "PARTED_WIDTH", 32)
-    monkeypatch.setattr(moments, "has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(gram_matrices, "PARTED_WIDTH", 32)
+    monkeypatch.setattr(gram_matrices, "has_tensor_cores", lambda device: True)
     assert in_parts(32, torch.device("cpu")) and not in_parts(31, torch.device("cpu"))
     rows, ends = draw(2, 1500, 40), [0, 1, 1200, 1500]
     found, right = cell_grams(rows, ends), cell_grams(rows.double(), ends)
@@ -95,17 +95,17 @@ def test_wide_rows_in_parts_where_there_are_tensor_cores_and_no_kernels(monkeypa
 
 @pytest.mark.parametrize(
     ("width", "dtype", "taken"),
-    [(moments.PARTED_WIDTH, torch.float32, True), (moments.PARTED_WIDTH - 1, torch.float32, False),
-     (moments.PARTED_WIDTH, torch.float64, False), (moments.PARTED_WIDTH, torch.bfloat16, True)],
+    [(gram_matrices.PARTED_WIDTH, torch.float32, True), (gram_matrices.PARTED_WIDTH - 1, torch.float32, False),
+     (gram_matrices.PARTED_WIDTH, torch.float64, False), (gram_matrices.PARTED_WIDTH, torch.bfloat16, True)],
 )  # fmt: skip
 def test_the_kernel_is_asked_for_wide_rows_that_need_not_be_exact(monkeypatch, width, dtype, taken):
     asked = []
-    monkeypatch.setattr(moments, "kernels_run", lambda device: True)
-    monkeypatch.setattr(moments, "has_tensor_cores", lambda device: True)
-    monkeypatch.setattr(moments, "_launched", lambda rows, bounds, out: asked.append((rows.shape, list(bounds))))
+    monkeypatch.setattr(gram_matrices, "kernels_run", lambda device: True)
+    monkeypatch.setattr(gram_matrices, "has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(gram_matrices, "_launched", lambda rows, bounds, out: asked.append((rows.shape, list(bounds))))
     cell_grams(draw(1, 3, width).to(dtype), [1, 3])
     assert asked == ([((1, 3, width), [0, 1, 3])] if taken else [])
-    assert in_parts(width, torch.device("cpu")) == (width >= moments.PARTED_WIDTH)
+    assert in_parts(width, torch.device("cpu")) == (width >= gram_matrices.PARTED_WIDTH)
 
 
 def test_cells_that_cannot_be():
@@ -121,7 +121,7 @@ def test_cells_that_cannot_be():
 def test_exact_products_of_wide_rows_are_formed_in_strips(monkeypatch):
     rows = draw(2, 50, 37).double()
     whole = grams(rows, exact=True)
-    monkeypatch.setattr(moments, "PARTED_WIDTH", 16)
+    monkeypatch.setattr(gram_matrices, "PARTED_WIDTH", 16)
     strips = grams(rows, exact=True)
     assert torch.allclose(strips, whole, rtol=1e-14, atol=1e-13)
     assert torch.equal(strips[:, :10, 10:], strips[:, 10:, :10].mT), "what is a copy"
@@ -135,11 +135,11 @@ def test_moments_of_wide_rows_by_cells(monkeypatch):
         launched.append(rows.shape[1])
         out[:, 0] = grams(rows.double(), exact=True)
 
-    monkeypatch.setattr(moments, "PARTED_WIDTH", 16)
-    monkeypatch.setattr(moments, "KERNEL_CELLS", 1 << 17)
-    monkeypatch.setattr(moments, "has_tensor_cores", lambda device: True)
-    monkeypatch.setattr(moments, "kernels_run", lambda device: True)
-    monkeypatch.setattr(moments, "_launched", launch)
+    monkeypatch.setattr(gram_matrices, "PARTED_WIDTH", 16)
+    monkeypatch.setattr(gram_matrices, "KERNEL_CELLS", 1 << 17)
+    monkeypatch.setattr(gram_matrices, "has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(gram_matrices, "kernels_run", lambda device: True)
+    monkeypatch.setattr(gram_matrices, "_launched", launch)
     rows = draw(9000, 24) + 100
     found, right = moments.Moments.of(rows, "mixed"), moments.Moments.of(rows.double())
     assert launched == [5461, 3539]
@@ -165,9 +165,9 @@ def test_products_by_onednn_are_those_of_float64(onednn, monkeypatch, count, wid
     monkeypatch.setattr(products, "onednn_serves", lambda: True)
     asked = []
     plain = products.times_transposed
-    monkeypatch.setattr(moments, "times_transposed", lambda *both: asked.append(both) or plain(*both))
+    monkeypatch.setattr(gram_matrices, "times_transposed", lambda *both: asked.append(both) or plain(*both))
     y = torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * torch.logspace(0, -3, width)
-    found, exact = moments.gram(y), y.double().T @ y.double()
+    found, exact = gram_matrices.gram(y), y.double().T @ y.double()
     assert asked and found.dtype == torch.float32 and torch.equal(found, found.T)
     lengths = exact.diagonal().sqrt()
     assert float(((found - exact).abs() / (lengths[:, None] * lengths)).max()) < 2e-6
@@ -175,14 +175,14 @@ def test_products_by_onednn_are_those_of_float64(onednn, monkeypatch, count, wid
 
 def test_only_plain_float32_goes_to_onednn(onednn, monkeypatch):
     monkeypatch.setattr(products, "onednn_serves", lambda: True)
-    monkeypatch.setattr(moments, "times_transposed", lambda *both: pytest.fail("not these"))
+    monkeypatch.setattr(gram_matrices, "times_transposed", lambda *both: pytest.fail("not these"))
     rows = torch.randn(9, 300)
     wanted = rows.clone().requires_grad_()
-    moments.gram(wanted).sum().backward()
+    gram_matrices.gram(wanted).sum().backward()
     assert wanted.grad is not None
     for other in (rows.double(), rows[:, :200], rows[None], rows[:0], rows.bfloat16()):
         right = other.double().mT @ other.double()
-        assert torch.allclose(moments.gram(other).double(), right, rtol=0.05, atol=0.3)
+        assert torch.allclose(gram_matrices.gram(other).double(), right, rtol=0.05, atol=0.3)
 
 
 def test_onednn_serves_where_it_is_sooner_and_right(onednn, monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from test_kernels import run
 
 from anisoscope.measures import stacked_sums
-from anisoscope.stats import moments, residues
+from anisoscope.stats import gram_matrices, moments, residues
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +83,10 @@ def test_integers_are_asked_for_where_float32_rows_must_be_exact(monkeypatch, dt
     monkeypatch.setattr(residues, "cell_grams", lambda rows, ends, out: asked.append(rows.dtype) or out.zero_())
     rows = torch.randn(2, 30, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
     right = rows.double().mT @ rows.double()
-    for found in (moments.cell_grams(rows, [30], exact=True)[:, 0], moments.grams(rows, exact=True)):
+    for found in (gram_matrices.cell_grams(rows, [30], exact=True)[:, 0], gram_matrices.grams(rows, exact=True)):
         assert torch.equal(found, right * 0) if dtype == torch.float32 else torch.allclose(found, right, rtol=1e-14)
     assert asked == [torch.float32] * 2 * (dtype == torch.float32)
-    moments.cell_grams(rows, [30]), moments.grams(rows)
+    gram_matrices.cell_grams(rows, [30]), gram_matrices.grams(rows)
     moments.Moments.of(rows[0])
     assert len(asked) == 2 * (dtype == torch.float32), "nobody else is given them"
 
@@ -98,7 +98,7 @@ def test_sums_of_states_are_centred_before_they_become_float32(monkeypatch, exac
 
     def products(rows, ends, out):
         given.append(rows.dtype)
-        return moments.cell_grams(rows.double(), ends, out)
+        return gram_matrices.cell_grams(rows.double(), ends, out)
 
     monkeypatch.setattr(residues, "fits", lambda n, width, device: True)
     monkeypatch.setattr(residues, "cell_grams", products)

@@ -27,8 +27,8 @@ from anisoscope.monitoring.stacking import Stacked, summed_by_sequence
 from anisoscope.monitoring.tangents import TangentAnalysis
 from anisoscope.monitoring.tangents_together import alike
 from anisoscope.monitoring.views import Look, SiteView
-from anisoscope.stats import moments
-from anisoscope.stats.moments import gram_in_parts
+from anisoscope.stats import gram_matrices
+from anisoscope.stats.gram_matrices import gram_in_parts
 from anisoscope.stats.precision import full_precision, two_parts
 from anisoscope.tangent import stacked, stacked_fits
 from anisoscope.tangent.spans import principal_angles
@@ -514,8 +514,8 @@ def test_rows_on_tensor_cores_are_multiplied_in_two_parts():
 
 def test_effective_ranks_of_wide_rows_count_small_singular_values(monkeypatch):
     """Products in parts would lose three digits here: one direction holds nearly everything, and it is no axis."""
-    monkeypatch.setattr(moments, "PARTED_WIDTH", 32)
-    monkeypatch.setattr(moments, "has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(gram_matrices, "PARTED_WIDTH", 32)
+    monkeypatch.setattr(gram_matrices, "has_tensor_cores", lambda device: True)
     turn = torch.linalg.qr(draw(48, 48, seed=1).double()).Q
     size = torch.cat([torch.ones(1), torch.full((47,), 1e-3)])  # variances of a millionth of the largest
     rows = ((draw(2048, 48).double() * size) @ turn).float()
@@ -527,8 +527,8 @@ def test_effective_ranks_of_wide_rows_count_small_singular_values(monkeypatch):
 
 
 def test_scatters_of_wide_float64_rows_keep_their_digits(monkeypatch):
-    monkeypatch.setattr(moments, "PARTED_WIDTH", 32)
-    monkeypatch.setattr(moments, "has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(gram_matrices, "PARTED_WIDTH", 32)
+    monkeypatch.setattr(gram_matrices, "has_tensor_cores", lambda device: True)
     rows = draw(1, 600, 40).double() + 1e-9 * draw(1, 600, 40, seed=1).double()
     centred = stacked_fits.Centred.of(rows, (torch.arange(300), torch.arange(300, 600)))
     truth = torch.stack([part.T.cov(correction=0) * 300 for part in rows[0].split(300)])
@@ -553,8 +553,8 @@ def test_halves_in_the_same_steps_say_what_each_says_alone(monkeypatch, labels):
 @pytest.mark.parametrize(("cores", "dtype", "good"), [(True, torch.float32, False), (False, torch.float32, True),
                                                        (True, torch.float64, True)])  # fmt: skip
 def test_directions_that_products_in_parts_cannot_tell_are_left_to_the_plain_fit(monkeypatch, cores, dtype, good):
-    monkeypatch.setattr(moments, "PARTED_WIDTH", 32)
-    monkeypatch.setattr(moments, "has_tensor_cores", lambda device: cores)
+    monkeypatch.setattr(gram_matrices, "PARTED_WIDTH", 32)
+    monkeypatch.setattr(gram_matrices, "has_tensor_cores", lambda device: cores)
     rows = (draw(1, 400, 40).double() * torch.cat([torch.full((1,), 1e4), torch.ones(39)])).to(dtype)
     centred = stacked_fits.Centred.of(rows, (torch.arange(200), torch.arange(200, 400)))
     values, vectors = torch.linalg.eigh(centred.scatter)

@@ -21,7 +21,7 @@ from anisoscope.monitoring.sharing import Shared, Sharing, wanted_cells
 from anisoscope.monitoring.stacking import Stacked, summed_by_sequence
 from anisoscope.monitoring.tangents import TangentAnalysis
 from anisoscope.monitoring.views import Look
-from anisoscope.stats import moments
+from anisoscope.stats import gram_matrices
 from anisoscope.tangent.stacked_fits import Centred
 
 SUMMED = tuple(name for name in DEFAULT_MEASURES if name != "two_nn")
@@ -73,8 +73,8 @@ def test_sums_by_cell_are_those_of_each_and_of_all(parts, monkeypatch):
     """Against a plain scatter in float64 of rows about their own mean; nothing is taken off a larger sum."""
     cells, sites = hostile()
     if parts == "in parts":  # as tensor cores multiply wide rows: six digits
-        monkeypatch.setattr(moments, "PARTED_WIDTH", 8)
-        monkeypatch.setattr(moments, "has_tensor_cores", lambda device: True)
+        monkeypatch.setattr(gram_matrices, "PARTED_WIDTH", 8)
+        monkeypatch.setattr(gram_matrices, "has_tensor_cores", lambda device: True)
     monkeypatch.setattr(stacked_sums, "WIDE_CELLS", 2 * 700 * 12)  # a few sites at a time
     rows = torch.stack(list(sites.values()))
     whole, by_cell = stacked_sums.Sums.of(rows, directions=False, exact=parts == "float64", cells=cells)

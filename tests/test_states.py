@@ -20,7 +20,7 @@ from test_reservoir import ReservoirCase, merged
 from torch.utils._pytree import tree_leaves
 
 from anisoscope.errors import DegenerateError, EmptyInputError, OptionError, ShapeError
-from anisoscope.stats import moments
+from anisoscope.stats import moments, precision
 from anisoscope.stats.counts import BinMoments
 from anisoscope.stats.moments import Moments
 from anisoscope.stats.sketch import Sketch
@@ -215,6 +215,33 @@ def test_moments_of_many_blocks_in_one_step(seed, precision, within, monkeypatch
     for name in ("mean", "scatter", "third", "fourth"):
         gap = np.abs(getattr(found, name).numpy() - right[name]).max()
         assert gap <= within * np.abs(right[name]).max() * (10 if name == "third" else 1), name
+
+
+def test_narrow_rows_are_multiplied_in_float64_where_that_is_as_fast(monkeypatch):
+    rows, _ = draw(0, 500, 1.0)
+    exact, rough = Moments.of(rows.float()), Moments.of(rows.float(), "mixed")
+    monkeypatch.setattr(moments, "multiplies_float64_as_fast", lambda device: True)
+    assert torch.equal(Moments.of(rows.float(), "mixed").scatter, exact.scatter)
+    assert not torch.equal(rough.scatter, exact.scatter)
+    kinds, plain = [], moments.cell_grams
+    monkeypatch.setattr(moments, "in_parts", lambda width, device: True)
+    monkeypatch.setattr(moments, "cell_grams", lambda y, ends: kinds.append(y.dtype) or plain(y, ends))
+    Moments.of(rows.float(), "mixed")
+    assert kinds == [torch.float32], "wide rows go to tensor cores in parts"
+
+
+def test_float64_is_as_fast_on_two_kinds_of_gpu(monkeypatch):
+    assert not precision.multiplies_float64_as_fast(torch.device("cpu"))
+    for kind, fast in (
+        ((7, 5), False),
+        ((8, 0), True),
+        ((8, 6), False),
+        ((8, 9), False),
+        ((9, 0), True),
+        ((12, 0), False),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, kind=kind: kind)
+        assert precision.multiplies_float64_as_fast(torch.device("cuda")) == fast, kind
 
 
 def test_a_step_of_moments_is_a_block_on_a_cpu_and_many_on_a_gpu():

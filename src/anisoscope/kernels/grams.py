@@ -8,7 +8,7 @@ are taken out of the tensor cores every few rows, since these cut off where othe
 second takes what the first loses and all the small products. One program writes a tile above the diagonal and its
 mirror image; nobody else writes there, so the same rows give the same bits.
 
-This module needs Triton; ``stats.moments`` imports it where Triton is.
+This module needs Triton; ``stats.gram_matrices`` imports it where Triton is.
 """
 
 from __future__ import annotations

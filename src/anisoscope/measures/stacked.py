@@ -28,7 +28,7 @@ from anisoscope.measures.stacked_spectra import Spectra, begin_spectra
 from anisoscope.measures.stacked_sums import WIDE_CELLS, Sums, cut_runs
 from anisoscope.measures.uncertainty import Bar, fields
 from anisoscope.rows import largest_sizes
-from anisoscope.stats.moments import PARTED_WIDTH
+from anisoscope.stats.gram_matrices import PARTED_WIDTH
 from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores
 
 STACKED = ("spectral_ratio", "mean_cosine", "isoscore", "effective_rank", "two_nn")

@@ -21,7 +21,7 @@ from anisoscope.measures.row_kernels import CentredRows
 from anisoscope.measures.uncertainty import spread_runs
 from anisoscope.rows import largest_sizes
 from anisoscope.stats import residues
-from anisoscope.stats.moments import cell_grams, grams, in_parts
+from anisoscope.stats.gram_matrices import cell_grams, grams, in_parts
 
 WIDE_CELLS = 1 << 27  # entries held as float64 at a time
 MOST_MEAN = 0.5  # of second moments about zero that a covariance is made of

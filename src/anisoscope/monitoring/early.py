@@ -10,7 +10,7 @@ from anisoscope.measures.later import one_thread_each
 from anisoscope.monitoring.sharing import Sharing, wanted_cells
 from anisoscope.monitoring.stacking import States
 from anisoscope.monitoring.views import Analysis, SiteView
-from anisoscope.stats.moments import PARTED_WIDTH
+from anisoscope.stats.gram_matrices import PARTED_WIDTH
 from anisoscope.stats.precision import full_precision, left_alone
 
 EARLY_CELLS = 1 << 26

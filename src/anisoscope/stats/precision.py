@@ -140,6 +140,12 @@ def has_tensor_cores(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def multiplies_float64_as_fast(device: torch.device) -> bool:
+    """Whether products of float64 take no longer than those of float32: on A100, H100, H200 and their kin, which have
+    tensor cores for them, and on no other GPU of NVIDIA by its published rates."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0))
+
+
 @contextlib.contextmanager
 def left_alone() -> Iterator[None]:
     """Inside, ``on_tensor_cores`` switches nothing, and its products are those of float32, which are slower and no less

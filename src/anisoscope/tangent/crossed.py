@@ -20,7 +20,7 @@ from torch import Tensor
 from anisoscope.errors import OptionError, ShapeError
 from anisoscope.estimate import Estimate
 from anisoscope.measures.uncertainty import fields
-from anisoscope.stats.moments import gram
+from anisoscope.stats.gram_matrices import gram
 from anisoscope.tangent.controls import check_basis, check_complement
 from anisoscope.tangent.drawn import Draws
 from anisoscope.tangent.units import Halves, in_range, jackknife, mean_of_draws, mean_of_halves, p_value

@@ -17,7 +17,8 @@ from torch import Tensor
 from anisoscope.errors import DegenerateError, ShapeError, choose
 from anisoscope.estimate import Estimate
 from anisoscope.measures.uncertainty import Bar, fields
-from anisoscope.stats.moments import Moments, gram
+from anisoscope.stats.gram_matrices import gram
+from anisoscope.stats.moments import Moments
 from anisoscope.stats.precision import in_full_precision
 from anisoscope.tangent.controls import (
     CONTROL_KINDS,

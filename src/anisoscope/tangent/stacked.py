@@ -22,7 +22,7 @@ from anisoscope.estimate import Estimate
 from anisoscope.kernels import kernels_run
 from anisoscope.measures.row_kernels import column_sums, taken_and_measured
 from anisoscope.measures.small_eigh import small_eigh
-from anisoscope.stats.moments import PARTED_WIDTH, cell_grams
+from anisoscope.stats.gram_matrices import PARTED_WIDTH, cell_grams
 from anisoscope.tangent.crossed import LEAST_NULL, CrossedTest
 from anisoscope.tangent.drawn import held_gaussians, tight
 from anisoscope.tangent.stacked_controls import Moments, of_controls

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from anisoscope.kernels import kernels_of, on_its_device
 from anisoscope.measures.small_eigh import small_eigh
-from anisoscope.stats.moments import PARTED_WIDTH
+from anisoscope.stats.gram_matrices import PARTED_WIDTH
 from anisoscope.stats.precision import has_tensor_cores, on_tensor_cores, two_parts
 from anisoscope.tangent.controls import mirrored
 from anisoscope.tangent.drawn import Gaussians

@@ -19,7 +19,7 @@ from anisoscope.measures.cells import CellSums
 from anisoscope.measures.later import Answer, answered_later
 from anisoscope.measures.leading import orthonormal_columns
 from anisoscope.measures.row_kernels import centred, centred_by_cell, column_sums, squared_lengths
-from anisoscope.stats.moments import cell_grams, in_parts
+from anisoscope.stats.gram_matrices import cell_grams, in_parts
 from anisoscope.tangent.descending import MOMENTUM, sure_of
 from anisoscope.tangent.seminmf import STREAM_SETTLED, WARM_SWEEPS
 from anisoscope.tangent.sweeps import has_kernels, inverses, swept_all
