@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant("stats/moments.py", "alpha=-n)", "alpha=0)", (STATES, HOSTILE)),
     Mutant("stats/moments.py", "whole = count - count % BLOCK_ROWS if", "whole = count // 2 if", (STATES,), "one_step"),
     Mutant("stats/moments.py", "act(*(one[whole:] for one in tensors)).double()", "0.0", (STATES,), "one_step"),
-    Mutant("stats/moments.py", "BLOCK_ROWS * (1 if device", "BLOCK_ROWS * (2 if device", (STATES,), "a_step"),
+    Mutant("stats/memory.py", "block * (1 if device", "block * (2 if device", (STATES,), "a_step"),
     Mutant("stats/moments.py", "if not parted and multiplies", "if multiplies", (STATES,), "as_fast"),
     Mutant("stats/precision.py", "in ((8, 0), (9, 0))", ">= (8, 0)", (STATES,), "as_fast"),
     Mutant("stats/turns.py", "return not bool(short.any()) or not bool(steps[short].any())", "return True", (HOSTILE,)),

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from anisoscope.errors import DegenerateError, EmptyInputError, OptionError, ShapeError
 from anisoscope.stats import moments, precision
 from anisoscope.stats.counts import BinMoments
+from anisoscope.stats.memory import rows_in_hand
 from anisoscope.stats.moments import Moments
 from anisoscope.stats.sketch import Sketch
 
@@ -205,7 +206,7 @@ def test_moments_with_a_mean_of_1e4_spreads(seed, precision, dtype):
 def test_moments_of_many_blocks_in_one_step(seed, precision, within, monkeypatch):
     """As a GPU takes them: blocks that are whole together, the rows left over by themselves, no row twice."""
     monkeypatch.setattr(moments, "BLOCK_ROWS", 100)
-    monkeypatch.setattr(moments, "_rows_in_hand", lambda width, device: 300)
+    monkeypatch.setattr(moments, "rows_in_hand", lambda block, width, device: 3 * block)
     shapes, plain = [], moments._gram
     monkeypatch.setattr(moments, "_gram", lambda y: shapes.append(tuple(y.shape)) or plain(y))
     rows, _ = draw(seed, 1037, 1.0)
@@ -244,10 +245,10 @@ def test_float64_is_as_fast_on_two_kinds_of_gpu(monkeypatch):
         assert precision.multiplies_float64_as_fast(torch.device("cuda")) == fast, kind
 
 
-def test_a_step_of_moments_is_a_block_on_a_cpu_and_many_on_a_gpu():
+def test_a_step_is_taken_for_a_block_on_a_cpu_and_for_many_on_a_gpu():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert moments._rows_in_hand(768, cpu) == moments._rows_in_hand(1 << 20, gpu) == moments.BLOCK_ROWS
-    assert moments._rows_in_hand(1024, gpu) == 8 * moments.BLOCK_ROWS
+    assert rows_in_hand(4096, 768, cpu) == rows_in_hand(4096, 1 << 20, gpu) == 4096
+    assert rows_in_hand(4096, 1024, gpu) == rows_in_hand(8192, 1024, gpu) == 32_768
 
 
 @few

@@ -14,7 +14,7 @@ from torch import Tensor
 from anisoscope.errors import ShapeError
 from anisoscope.rows import largest_size, power_of_two_scale
 from anisoscope.stats.gram_matrices import PARTED_WIDTH, cell_grams, gram, in_parts, rows_in_parts
-from anisoscope.stats.memory import scratch
+from anisoscope.stats.memory import rows_in_hand, scratch
 from anisoscope.stats.precision import multiplies_float64_as_fast
 
 Precision: TypeAlias = Literal["mixed", "float64"]
@@ -25,7 +25,6 @@ multiplied on tensor cores, in parts: six digits; narrow ones in float64 where t
 
 
 BLOCK_ROWS = 4096  # rows multiplied at a time: full speed, and still in cache
-SPREAD_CELLS = 1 << 25  # of rows in hand at a time on a GPU, which a step for each block would leave idle
 NARROWED_ROWS = 256  # rows looked at together where nothing is multiplied: they stay in cache
 SAFE_SIZE = 2.0**64  # rows between this and its inverse: eighth powers, the highest in use, stay far inside float64
 
@@ -79,7 +78,9 @@ class Moments:
         parted = precision == "mixed" and in_parts(width, rows.device)
         if not parted and multiplies_float64_as_fast(rows.device):
             precision = "float64"
-        blocks = rows.split(rows_in_parts(width, rows.device) if parted else _rows_in_hand(width, rows.device))
+        blocks = rows.split(
+            rows_in_parts(width, rows.device) if parted else rows_in_hand(BLOCK_ROWS, width, rows.device)
+        )
         # One rough centre for all blocks: what it misses of the mean is summed up and taken off at the end.
         if exponent:
             scale = math.ldexp(1.0, -exponent)
@@ -187,11 +188,6 @@ class Moments:
     def covariance(self) -> Float[Tensor, "d d"]:
         """``scatter / (count - 1)``, in the square of the state's unit."""
         return self.scatter / max(self.count - 1, 1)
-
-
-def _rows_in_hand(width: int, device: torch.device) -> int:
-    """Rows that a step is taken for: a block, which stays in a processor's cache, or as many as keep a GPU busy."""
-    return BLOCK_ROWS * (1 if device.type == "cpu" else max(1, SPREAD_CELLS // (BLOCK_ROWS * width)))
 
 
 def _over_blocks(act: Callable[..., Tensor], *tensors: Float[Tensor, "n ..."]) -> Float[Tensor, "..."]:

@@ -14,7 +14,7 @@ from anisoscope.stats.precision import full_precision
 
 SAMPLE_ROWS = 65_536  # centres are fitted on so many rows drawn at random: more would move them by little
 BLOCK_ROWS, GPU_BLOCK_ROWS = 8192, 1 << 17
-TABLE_ROWS, TABLE_PART = 8192, 1024  # whose distances from each other are held at once on a GPU, and are made ready
+TABLE_ROWS, TABLE_PART = 8192, 4096  # whose distances from each other are held at once on a GPU, and are made ready
 
 
 @dataclass(frozen=True)

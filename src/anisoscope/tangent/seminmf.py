@@ -23,6 +23,7 @@ from torch import Tensor
 from anisoscope.axes import MaskLike, RowsLike
 from anisoscope.errors import DegenerateError, EmptyInputError, OptionError, ShapeError, TooFewRowsError, choose
 from anisoscope.rows import Rows, as_rows, largest_size, power_of_two_scale
+from anisoscope.stats.memory import rows_in_hand
 from anisoscope.stats.reservoir import Reservoir
 from anisoscope.tangent.descending import MOMENTUM, Limits, Run, descend, descend_few
 from anisoscope.tangent.descent import best_concepts, least_squares, reseeded, second_moment, solved
@@ -195,7 +196,7 @@ def _energy(rows: Tensor) -> Tensor:
 def _mean(held: Tensor, scale: float) -> Tensor:
     total = torch.zeros(held.shape[1], dtype=torch.float64, device=held.device)
     first = held[0].double() * scale  # about one of the rows: exact for equal rows, where a mean would be rounded
-    for part in held.split(STREAM_ROWS):
+    for part in held.split(rows_in_hand(STREAM_ROWS, held.shape[1], held.device)):
         total += (part.double() * scale - first).sum(dim=0)
     return first + total / len(held)
 
@@ -206,8 +207,9 @@ def _prepared(held: Tensor, mean: Tensor, scale: float, plan: _Plan) -> Tensor:
     if scale == 1 and not plan.centre:
         return held.to(plan.device or held.device, dtype)  # no copy where nothing changes; nothing below writes into it
     out = torch.empty(held.shape, dtype=dtype, device=plan.device or held.device)
-    for at in range(0, len(held), STREAM_ROWS):
-        out[at : at + STREAM_ROWS] = held[at : at + STREAM_ROWS].double() * scale - mean
+    step = rows_in_hand(STREAM_ROWS, held.shape[1], held.device)
+    for here, there in zip(held.split(step), out.split(step), strict=True):
+        there.copy_(here.double() * scale - mean)
     return out
 
 
@@ -245,8 +247,8 @@ def _started(
 
 def _finished(run: Run, a_ND: Tensor, size: float, mean: Tensor, scale: float, plan: _Plan) -> SemiNMF:
     lost = torch.zeros((), dtype=torch.float64, device=a_ND.device)
-    small = run.concepts.to(a_ND.dtype)
-    for rows, codes in zip(a_ND.split(STREAM_ROWS), run.codes.split(STREAM_ROWS, dim=1), strict=True):
+    small, step = run.concepts.to(a_ND.dtype), rows_in_hand(STREAM_ROWS, a_ND.shape[1], a_ND.device)
+    for rows, codes in zip(a_ND.split(step), run.codes.split(step, dim=1), strict=True):
         lost += _energy(torch.addmm(rows, codes.T, small, alpha=-1))
     second = second_moment(run.codes).diagonal()
     concepts, length, order = _ordered(run.concepts, second)
