@@ -87,7 +87,12 @@ MUTANTS = [
     Mutant("stats/moments.py", "act(*(one[whole:] for one in tensors)).double()", "0.0", (STATES,), "one_step"),
     Mutant("stats/memory.py", "block * (1 if device", "block * (2 if device", (STATES,), "a_step"),
     Mutant("stats/moments.py", "if not parted and multiplies", "if multiplies", (STATES,), "as_fast"),
-    Mutant("stats/precision.py", "in ((8, 0), (9, 0))", ">= (8, 0)", (STATES,), "as_fast"),
+    Mutant("stats/precision.py", "not in ((8, 0), (9, 0))", "< (8, 0)", (STATES,), "as_fast"),
+    Mutant("stats/precision.py", 'not {"H20", "H800"} &', 'not {"H20"} &', (STATES,), "as_fast"),
+    Mutant(
+        "views/interactive.py", "        begin_packing.cache_clear()  #", "        pass  #", ("tests/test_report.py",)
+    ),
+    Mutant("views/interactive.py", "after_in_child=begin_packing", "before=begin_packing", ("tests/test_report.py",)),
     Mutant("stats/turns.py", "return not bool(short.any()) or not bool(steps[short].any())", "return True", (HOSTILE,)),
     Mutant(
         "stats/reservoir.py", "capacity - 1)[capacity - 1]", "capacity - 2)[capacity - 2]", ("tests/test_reservoir.py",)
@@ -710,7 +715,9 @@ MUTANTS = [
     Mutant(
         "text/batches.py", "            if given_up():\n", "            if False:\n", ("tests/test_text_batches.py",)
     ),
-    Mutant("views/interactive.py", "@functools.cache\n", "", ("tests/test_report.py",), "packed_once"),
+    Mutant(
+        "views/interactive.py", "@functools.cache", "@functools.lru_cache(0)", ("tests/test_report.py",), "packed_once"
+    ),
     Mutant("models/gguf_files.py", 'str(value, "utf-8")', 'str(value, "latin-1")', (LOADING,), "gguf"),
     Mutant(
         "models/gguf_files.py", "                setattr(module, name, plain)\n", "                pass\n", (LOADING,)
@@ -738,7 +745,7 @@ MUTANTS = [
         "stats/products.py", "return torch.equal(times_transposed(a, b), a @ b.T)", "return True", (GRAMS,), "onednn"
     ),
     Mutant("stats/products.py", "with full_precision(a.device):", "if True:", (GRAMS,), "onednn"),
-    Mutant("text/embedded.py", " or _cores() < 2", "", (CORPUS,), "one_core"),
+    Mutant("text/embedded.py", " or cores() < 2", "", (CORPUS,), "one_core"),
     Mutant("text/embedded.py", "communicate(timeout=LONGEST_S)", "communicate()", (CORPUS,), "process_fails"),
     Mutant("models/gguf_files.py", "np.asarray(mapped(path))", "mapped(path)", (LOADING,), "gguf"),
     Mutant("cli.py", "or sys.getprofile() is not None", "", ("tests/test_cli.py",), "profiler_writes"),

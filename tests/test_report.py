@@ -4,7 +4,9 @@ import base64
 import gzip
 import html
 import json
+import os
 import re
+import threading
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -220,12 +222,32 @@ def test_a_missing_program_is_told_of_in_the_report_and_not_before(monkeypatch):
     def gone(name):
         raise ModuleNotFoundError(name)
 
+    packed = interactive.packed_plotly()
     interactive.begin_packing.cache_clear()
-    monkeypatch.setattr(interactive.resources, "files", gone)
-    interactive.begin_packing()
-    for _ in range(2):
-        with pytest.raises(OptionError, match="needs plotly, which is not installed: pip install"):
-            interactive.packed_plotly()
+    with monkeypatch.context() as patch:
+        patch.setattr(interactive.resources, "files", gone)
+        interactive.begin_packing()
+        for _ in range(2):
+            with pytest.raises(OptionError, match="needs plotly, which is not installed: pip install"):
+                interactive.packed_plotly()
+    assert interactive.packed_plotly() == packed, "once it is installed"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_forked_while_the_program_is_packed_packs_it_by_itself(monkeypatch):
+    interactive.begin_packing.cache_clear()
+    go_on = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(interactive, "_pack_plotly", lambda: go_on.wait(60) and "packed by a thread")
+        task = interactive.begin_packing()
+        patch.setattr(interactive, "_pack_plotly", lambda: "packed anew")
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if interactive.packed_plotly() == "packed anew" else 1)
+        go_on.set()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert task.result() == "packed by a thread" and interactive.begin_packing() is task
     interactive.begin_packing.cache_clear()
 
 

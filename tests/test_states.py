@@ -233,16 +233,16 @@ def test_narrow_rows_are_multiplied_in_float64_where_that_is_as_fast(monkeypatch
 
 def test_float64_is_as_fast_on_two_kinds_of_gpu(monkeypatch):
     assert not precision.multiplies_float64_as_fast(torch.device("cpu"))
-    for kind, fast in (
-        ((7, 5), False),
-        ((8, 0), True),
-        ((8, 6), False),
-        ((8, 9), False),
-        ((9, 0), True),
-        ((12, 0), False),
-    ):
+    kinds = {
+        "Tesla T4": ((7, 5), False), "NVIDIA A100-SXM4-80GB": ((8, 0), True), "NVIDIA A10": ((8, 6), False),
+        "NVIDIA L4": ((8, 9), False), "NVIDIA H100 PCIe": ((9, 0), True), "NVIDIA H200": ((9, 0), True),
+        "NVIDIA H20": ((9, 0), False), "NVIDIA H20-3e": ((9, 0), False), "NVIDIA H800": ((9, 0), False),
+        "NVIDIA GeForce RTX 5090": ((12, 0), False),
+    }  # fmt: skip
+    for name, (kind, fast) in kinds.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, kind=kind: kind)
-        assert precision.multiplies_float64_as_fast(torch.device("cuda")) == fast, kind
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert precision.multiplies_float64_as_fast(torch.device("cuda")) == fast, name
 
 
 def test_a_step_is_taken_for_a_block_on_a_cpu_and_for_many_on_a_gpu():

@@ -5,18 +5,20 @@ import os
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 from tiny_checkpoints import save_decoder
 
 import anisoscope as an
-from anisoscope import cli
+from anisoscope import cli, sweep
 from anisoscope.commands import profile as looking
 from anisoscope.engines import LocalEngine, engine_named
 from anisoscope.errors import AnisoscopeError, OptionError, RunError, UnknownNameError
-from anisoscope.profiling import ProfileOptions
+from anisoscope.profiling import ProfileOptions, profile_model
 from anisoscope.sweep import WHOLE_CELL, Cell, cells_of, new_run, run_sweep, step_of
+from anisoscope.text import batches
 
 OPTIONS = ProfileOptions(
     measures=("spectral_ratio", "two_nn"),
@@ -114,6 +116,24 @@ def test_a_sweep_that_was_cut_off_goes_on_and_gives_the_same_numbers(tmp_path, t
     assert done == [100, 2000]  # the first is not done twice
     whole = run_sweep(cells, tmp_path / "whole", text=text, options=OPTIONS)
     assert numbers(again) == numbers(whole)
+
+
+def test_no_more_of_the_text_is_held_in_a_profile_than_its_batches(tmp_path, text, checkpoints, monkeypatch):
+    made, alive, plain = [], [], batches.encode
+
+    def encoded(*arguments):
+        found = plain(*arguments)
+        made.extend(weakref.ref(one) for one in found)
+        return found
+
+    def profiled(*arguments, **options):
+        alive.extend(one() is not None for one in made)
+        return profile_model(*arguments, **options)
+
+    monkeypatch.setattr(batches, "encode", encoded)
+    monkeypatch.setattr(sweep, "profile_model", profiled)
+    run_sweep(cells_of([str(checkpoints / "checkpoint-0")]), tmp_path / "run", text=text, options=OPTIONS)
+    assert alive and not any(alive)
 
 
 def test_resuming_with_other_options_is_refused(tmp_path, text, checkpoints):

@@ -221,7 +221,7 @@ def test_embedded_is_prose_and_the_same_every_time():
 @pytest.fixture
 def forgotten(monkeypatch):
     """Nothing has been read yet, before and after, and there is a core to spare."""
-    monkeypatch.setattr(embedded, "_cores", lambda: 2)
+    monkeypatch.setattr(embedded, "cores", lambda: 2)
     known = embedded_documents()
     embedded_documents.cache_clear()
     yield known
@@ -245,7 +245,7 @@ def test_another_process_reads_the_same(forgotten, tmp_path, monkeypatch):
 
 
 def test_one_core_reads_by_itself(forgotten, monkeypatch):
-    monkeypatch.setattr(embedded, "_cores", lambda: 1)
+    monkeypatch.setattr(embedded, "cores", lambda: 1)
     embedded.begin_reading()
     assert not embedded._READERS and embedded_documents() == forgotten
 
@@ -269,7 +269,7 @@ def test_where_the_other_process_fails_documents_are_read_here(forgotten, tmp_pa
 
 
 def test_another_process_ends_with_this_one():
-    code = "from anisoscope.text import embedded; embedded._cores = lambda: 2; embedded.begin_reading()\n"
+    code = "from anisoscope.text import embedded; embedded.cores = lambda: 2; embedded.begin_reading()\n"
     code += "print(embedded._READERS[0].pid)"
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

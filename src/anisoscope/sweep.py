@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anisoscope.engines import Engine, LocalEngine, Outcome, Progress
 from anisoscope.errors import AnisoscopeError, OptionError, RunError
@@ -16,6 +16,10 @@ from anisoscope.profiling import Findings, ProfileOptions, profile_model
 from anisoscope.runs.provenance import provenance, shorten
 from anisoscope.runs.store import RunReader, RunWriter
 from anisoscope.text.corpus import Corpus, load_corpus
+
+if TYPE_CHECKING:
+    from anisoscope.models.load import LoadedModel
+    from anisoscope.text.batches import TokenBatches
 
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter|global_step)[-_]?([0-9]+)\Z")
 WHOLE_CELL = "(whole cell)"
@@ -195,12 +199,19 @@ def _next_failure(writer: RunWriter, cell: Cell) -> int:
 
 def profile_cell(task: Task, progress: Progress) -> Findings:
     """Load the model of a cell, cut the text into its batches, and profile it."""
+    progress(f"loading {task.cell.name}", 0, 1)
+    loaded, batches = _loaded(task)  # of the text no more is held than the batches
+    options, cell = task.options, task.cell
+    return profile_model(loaded, batches, options, run=task.run, step=cell.step, cell=cell.name, progress=progress)
+
+
+def _loaded(task: Task) -> tuple[LoadedModel, TokenBatches]:
+    """The model of a cell, and the text in its tokens, which is cut while weights are read."""
     from anisoscope.models.load import load_model
     from anisoscope.text.batches import encode, token_batches
     from anisoscope.text.tokens import HFTokenizer
 
     cell, options = task.cell, task.options
-    progress(f"loading {cell.name}", 0, 1)
     with Meanwhile("text") as encoding:
         known: list[tuple[HFTokenizer, Callable[[], list[Any]]]] = []
 
@@ -218,7 +229,7 @@ def profile_cell(task: Task, progress: Progress) -> Findings:
         if not known:
             raise OptionError(f"{cell.name} comes without a tokenizer; put its files beside the weights")
         (tokenizer, ids), *_ = known
-        batches = token_batches(
+        return loaded, token_batches(
             task.corpus,
             tokenizer,
             sequence_length=min(options.sequence_length, longest_sequence(loaded.model)),
@@ -227,7 +238,6 @@ def profile_cell(task: Task, progress: Progress) -> Findings:
             seed=options.seed,
             ids=ids(),
         )
-    return profile_model(loaded, batches, options, run=task.run, step=cell.step, cell=cell.name, progress=progress)
 
 
 def longest_sequence(model: Any) -> int:

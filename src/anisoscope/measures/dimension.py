@@ -345,6 +345,8 @@ def _gride_root(x: Float[Tensor, "m"], n: int) -> float:
     total = float(x.sum())
     if len(x) < 2 or total <= 0:
         raise _no_ratios()
+    if n == 1:
+        return (len(x) - 1) / total
     apart = x[x > 0]
     tied = len(x) - len(apart)
 

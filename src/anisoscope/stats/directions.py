@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import ShapeError, ZeroRowError, name_rows
+from anisoscope.stats.memory import rows_in_hand
 
 BLOCK_ROWS = 2048  # a block is read from memory once and then multiplied from cache
 SWEEP_ROWS = 1 << 17  # rows whose partial sums are held together: a hundredth of the rows themselves
@@ -64,7 +65,7 @@ def _unit_sum(rows: Float[Tensor, "n d"], start: int) -> Float[Tensor, "d"]:
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     length = torch.empty(n, dtype=dtype, device=rows.device)
     parts = torch.empty((whole // PART_ROWS, 1, width), dtype=dtype, device=rows.device)
-    step = BLOCK_ROWS if rows.device.type == "cpu" else SWEEP_ROWS  # a GPU would idle between blocks
+    step = rows_in_hand(BLOCK_ROWS, width, rows.device)
     for at in range(0, whole, step):
         end = min(at + step, whole)
         wide, here = rows[at:end].to(dtype), length[at:end]

@@ -141,9 +141,12 @@ def has_tensor_cores(device: torch.device) -> bool:
 
 
 def multiplies_float64_as_fast(device: torch.device) -> bool:
-    """Whether products of float64 take no longer than those of float32: on A100, H100, H200 and their kin, which have
-    tensor cores for them, and on no other GPU of NVIDIA by its published rates."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0))
+    """Whether products of float64 take no longer than those of float32, as on A100, H100, H200 and their kin, which
+    have tensor cores for them. By published rates that is so on no other GPU of NVIDIA, nor on two of that kind that
+    have next to none of these cores."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) not in ((8, 0), (9, 0)):
+        return False
+    return not {"H20", "H800"} & set(torch.cuda.get_device_name(device).replace("-", " ").split())
 
 
 @contextlib.contextmanager

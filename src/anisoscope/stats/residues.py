@@ -43,7 +43,7 @@ def fits(n: int, width: int, device: torch.device) -> bool:
 def cell_grams(
     rows: Float[Tensor, "s n d"], ends: Sequence[int], out: Float[Tensor, "s c d d"]
 ) -> Float[Tensor, "s c d d"]:
-    """``y^T y`` of the rows of each site and cell, written to ``out``, float64; see ``moments.cell_grams``.
+    """``y^T y`` of the rows of each site and cell, written to ``out``, float64; see ``gram_matrices.cell_grams``.
 
     What is no number in a column of a cell makes all its products there NaN.
     """

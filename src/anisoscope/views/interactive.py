@@ -8,6 +8,7 @@ import gzip
 import html
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -254,7 +255,11 @@ def pack_json(value: Any) -> str:
 
 def packed_plotly() -> str:
     """The plotly program that comes with the installed package, packed."""
-    return begin_packing().result()
+    try:
+        return begin_packing().result()
+    except Exception:
+        begin_packing.cache_clear()  # it may be there the next time
+        raise
 
 
 @functools.cache
@@ -265,6 +270,10 @@ def begin_packing() -> Future[str]:
     task = with_it.submit(_pack_plotly)
     with_it.shutdown(wait=False)
     return task
+
+
+if hasattr(os, "register_at_fork"):  # a process that is forked meanwhile has no such thread
+    os.register_at_fork(after_in_child=begin_packing.cache_clear)
 
 
 def _pack_plotly() -> str:
