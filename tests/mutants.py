@@ -722,6 +722,10 @@ MUTANTS = [
     Mutant(
         "models/gguf_files.py", "                setattr(module, name, plain)\n", "                pass\n", (LOADING,)
     ),
+    Mutant("commands/common.py", 'os.environ["GOMP_SPINCOUNT"] = str(SPINS)', "pass", (KEPT,), "sleep"),
+    Mutant("commands/common.py", "cores() > FEW_CORES or", "", (KEPT,), "sleep"),
+    Mutant("commands/common.py", " or any(name in os.environ for name in WAITING_WISHES)", "", (KEPT,), "sleep"),
+    Mutant("commands/common.py", '"torch" in sys.modules or ', "", (KEPT,), "wished"),
     Mutant("commands/common.py", "M_TRIM_THRESHOLD: KEPT_BYTES, ", "", (KEPT,), "keep"),
     Mutant(
         "commands/common.py", "if any(name in os.environ for name in ALLOCATOR_WISHES)", "if False", (KEPT,), "keep"

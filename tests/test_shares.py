@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,7 +15,15 @@ import pytest
 import torch
 from shares_cases import WORK, load
 
-from anisoscope.commands.common import ALLOCATOR_WISHES, COLLECT_AFTER, collect_less
+from anisoscope.commands.common import (
+    ALLOCATOR_WISHES,
+    COLLECT_AFTER,
+    FEW_CORES,
+    SPINS,
+    WAITING_WISHES,
+    collect_less,
+    wait_asleep,
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +127,45 @@ def test_commands_keep_memory_that_they_will_want_again():
     assert taken == "True"
     assert kept < 40_000 < 400_000 < plain, "120 MB are 30,000 pages, and come once and not twenty times"
     assert faults("kept", GLIBC_TUNABLES="glibc.malloc.arena_max=4")[0] == "False", "somebody has a wish already"
+
+
+WAITS = """
+import sys
+if sys.argv[1] == "late":
+    import torch
+from anisoscope.commands import common
+common.cores = lambda: int(sys.argv[2])
+common.long_work()
+import torch
+"""
+
+
+def gnu_openmp(*words, **more):
+    """What the OpenMP library of GNU says of its turns when it is loaded; nothing where torch came with another."""
+    environment = {name: value for name, value in os.environ.items() if name not in WAITING_WISHES}
+    command = [sys.executable, "-c", WAITS, *words]
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE", **more}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    return re.findall("GOMP_SPINCOUNT = '([0-9]+)'", done.stderr)
+
+
+def test_threads_of_commands_that_wait_for_one_another_sleep_soon():
+    """Beside other processes they would keep from the processor what they wait for."""
+    plain, early = gnu_openmp("late", "2"), gnu_openmp("early", "2")
+    if not plain:
+        pytest.skip("torch came with another OpenMP library")
+    assert early == [str(SPINS)] and int(plain[0]) > 10 * SPINS
+    assert gnu_openmp("early", str(FEW_CORES + 1)) == plain, "others find a core of their own"
+    for name, wish in (("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "7")):
+        assert gnu_openmp("early", "2", **{name: wish}) == gnu_openmp("late", "2", **{name: wish}) != early
+
+
+def test_what_torch_has_read_already_is_not_wished_for(monkeypatch):
+    """Nothing would come of it here, and processes begun from here would get what nobody asked for."""
+    for name in WAITING_WISHES:
+        monkeypatch.delenv(name, raising=False)
+    assert "torch" in sys.modules and not wait_asleep()
+    assert "GOMP_SPINCOUNT" not in os.environ
 
 
 def test_the_package_is_compiled_before_its_imports_are_timed(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from anisoscope.commands import data
 from anisoscope.commands import profile as looking
 from anisoscope.commands import theory as known
 from anisoscope.commands import train as training
-from anisoscope.commands.common import measure_lines
+from anisoscope.commands.common import long_work, measure_lines
 from anisoscope.errors import AnisoscopeError, OptionError
 
 app = typer.Typer(
@@ -65,6 +65,7 @@ def truth(
     svg: Annotated[Path | None, typer.Option(help="Also save the tables as a picture.")] = None,
 ) -> None:
     """Run every measure over data of known geometry and print truth beside estimate."""
+    long_work()
     from anisoscope.demo import cases, run_demo
     from anisoscope.views.tables import truth_table
 
@@ -105,6 +106,7 @@ def measure(
     if "linearity" in names:
         raise OptionError("linearity compares two layers: call anisoscope.linearity(rows, next_rows) from Python")
     rows = _open(file)  # first: what cannot be read is told before torch is imported
+    long_work()
     import anisoscope
     from anisoscope.views.tables import estimate_table
 

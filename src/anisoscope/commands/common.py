@@ -6,6 +6,7 @@ import ast
 import ctypes
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from anisoscope.errors import AnisoscopeError
+from anisoscope.meanwhile import cores
 
 COLLECT_AFTER = 1_000_000
 """New objects after which Python looks for cyclic garbage. Its own 700 makes it look a thousand times while torch and
@@ -29,12 +31,20 @@ KEPT_BYTES = 512 << 20
 """Free memory that is kept for the next block. By itself the allocator gives back all but twice the largest block, and
 asks for it anew a moment later: two million page faults in a profile, a fifteenth of its time."""
 ALLOCATOR_WISHES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
+SPINS = 1000
+"""Turns in which a thread of torch's looks whether the others have done their part, before it sleeps until they have.
+By itself the OpenMP library looks some hundred times as long, which keeps from the processor the very thread that is
+waited for wherever other processes want it: beside two of them a training took fifty times as long, in place of
+three."""
+FEW_CORES = 8  # where other work finds no core of its own; of many threads each may be long in waking
+WAITING_WISHES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def long_work() -> None:
     """Set this process up for a command that computes for long. For commands alone: a library leaves this to others."""
     collect_less()
     keep_memory()
+    wait_asleep()
 
 
 def collect_less() -> None:
@@ -56,6 +66,15 @@ def keep_memory() -> bool:
     # thread would be kept where another thread cannot have it.
     wishes = {M_MMAP_THRESHOLD: OF_ITS_OWN_BYTES, M_TRIM_THRESHOLD: KEPT_BYTES, M_ARENA_MAX: 1}
     return all(mallopt(name, value) for name, value in wishes.items())
+
+
+def wait_asleep() -> bool:
+    """Let threads of torch's that wait for one another sleep soon. Whether it was wished: the OpenMP library of GNU,
+    with which torch comes on Linux, asks for it once, when it is loaded."""
+    if "torch" in sys.modules or cores() > FEW_CORES or any(name in os.environ for name in WAITING_WISHES):
+        return False
+    os.environ["GOMP_SPINCOUNT"] = str(SPINS)
+    return True
 
 
 class Ticker:
