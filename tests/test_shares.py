@@ -1,4 +1,5 @@
-"""The sampler of benchmarks/shares.py: work of known kind is found as that kind. Commands collect garbage less."""
+"""The sampler of benchmarks/shares.py: work of known kind is found as that kind. What commands ask of their process:
+less collecting of garbage, memory that is kept, threads that sleep while they wait."""
 
 import ctypes
 import gc
@@ -11,10 +12,12 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from shares_cases import WORK, load
 
+from anisoscope.commands import common
 from anisoscope.commands.common import (
     ALLOCATOR_WISHES,
     COLLECT_AFTER,
@@ -129,39 +132,58 @@ def test_commands_keep_memory_that_they_will_want_again():
     assert faults("kept", GLIBC_TUNABLES="glibc.malloc.arena_max=4")[0] == "False", "somebody has a wish already"
 
 
+def gnu_openmp_is_here():
+    """Whether the OpenMP library that torch has loaded is that of GNU."""
+    loaded = Path("/proc/self/maps")
+    return loaded.exists() and "libgomp" in loaded.read_text()
+
+
 WAITS = """
 import sys
 if sys.argv[1] == "late":
     import torch
 from anisoscope.commands import common
 common.cores = lambda: int(sys.argv[2])
-common.long_work()
-import torch
+if sys.argv[3:]:
+    from anisoscope.cli import app
+    app(sys.argv[3:], standalone_mode=False)
+else:
+    common.long_work()
+    import torch
 """
+needs_gnu_openmp = pytest.mark.skipif(not gnu_openmp_is_here(), reason="torch came with another OpenMP library")
 
 
-def gnu_openmp(*words, **more):
-    """What the OpenMP library of GNU says of its turns when it is loaded; nothing where torch came with another."""
+def gnu_openmp(*words, check=True, **more):
+    """What the OpenMP library of GNU says of its turns when it is loaded."""
     environment = {name: value for name, value in os.environ.items() if name not in WAITING_WISHES}
     command = [sys.executable, "-c", WAITS, *words]
     environment |= {"OMP_DISPLAY_ENV": "VERBOSE", **more}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, check=check, capture_output=True, text=True, timeout=300)
     return re.findall("GOMP_SPINCOUNT = '([0-9]+)'", done.stderr)
 
 
+@needs_gnu_openmp
 def test_threads_of_commands_that_wait_for_one_another_sleep_soon():
     """Beside other processes they would keep from the processor what they wait for."""
     plain, early = gnu_openmp("late", "2"), gnu_openmp("early", "2")
-    if not plain:
-        pytest.skip("torch came with another OpenMP library")
     assert early == [str(SPINS)] and int(plain[0]) > 10 * SPINS
     assert gnu_openmp("early", str(FEW_CORES + 1)) == plain, "others find a core of their own"
     for name, wish in (("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "7")):
         assert gnu_openmp("early", "2", **{name: wish}) == gnu_openmp("late", "2", **{name: wish}) != early
 
 
+@needs_gnu_openmp
+@pytest.mark.parametrize("words", [["measure", "rows.npy", "mean_cosine"], ["truth", "--rows", "512"]])
+def test_commands_that_measure_ask_for_it_before_torch_is_loaded(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("rows.npy", np.eye(8, dtype=np.float32))
+    assert gnu_openmp("early", "2", *words, check=False) == [str(SPINS)]
+
+
 def test_what_torch_has_read_already_is_not_wished_for(monkeypatch):
     """Nothing would come of it here, and processes begun from here would get what nobody asked for."""
+    monkeypatch.setattr(common, "cores", lambda: 2)
     for name in WAITING_WISHES:
         monkeypatch.delenv(name, raising=False)
     assert "torch" in sys.modules and not wait_asleep()

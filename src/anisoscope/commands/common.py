@@ -36,7 +36,7 @@ SPINS = 1000
 By itself the OpenMP library looks some hundred times as long, which keeps from the processor the very thread that is
 waited for wherever other processes want it: beside two of them a training took fifty times as long, in place of
 three."""
-FEW_CORES = 8  # where other work finds no core of its own; of many threads each may be long in waking
+FEW_CORES = 8  # measured on two; where there are many, other work may find one of its own, and nothing is changed
 WAITING_WISHES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
